@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A complete RWKV-6 language model around the WKV operator.
 
-Parameters carry the names and shapes of RWKV "world" checkpoints, so `RWKV6.from_state_dict(torch.load(path))` runs one of those;
-`load_rwkv_cpp` reads the float files of rwkv.cpp. Whole sequences go through `rwkv6_ops.wkv6`, single tokens through
-`rwkv6_ops.wkv6_step_`; both start from a `State` and leave one, so they can be mixed freely.
+Parameters carry the names and shapes of RWKV "world" checkpoints, so `RWKV6.from_state_dict(torch.load(path))` runs
+one of those; `load_rwkv_cpp` reads the float files of rwkv.cpp. Whole sequences go through `rwkv6_ops.wkv6`, single
+tokens through `rwkv6_ops.wkv6_step_`; both start from a `State` and leave one, so they can be mixed freely.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class RWKV6(nn.Module):
 
         def time_mix(att: TimeMix, layer: int, x: Tensor) -> Tensor:
             rkvw, gate = att.operands(x, state.att_shift[layer])
-            # A zero state is a state all the same: given always, its gradient and the final state's need no special case.
+            # Zeros rather than None at the start of a text: one path, with or without a past.
             o, final = self.wkv(
                 *rkvw, att.time_faaaa, initial_state=state.wkv[layer], output_final_state=True, decay="raw"
             )
@@ -221,7 +221,10 @@ class RWKV6(nn.Module):
     def generate(
         self, prompt: Tensor, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Iterator[int]:
-        """Endless tokens after `prompt` [T]: the prompt in one go, then one `step` a token. Temperature 0 takes the likeliest."""
+        """Endless tokens after `prompt` [T]: the prompt in one go, then one `step` a token.
+
+        Temperature 0 takes the likeliest token each time.
+        """
         logits, state = self(prompt.unsqueeze(0))
         logits = logits[:, -1]
         while True:
