@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: every instruction set of this machine, NaN in memory that nobody has written, one thread unless a test wants more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rwkv6_ops import _native
+
+
+@pytest.fixture(params=_native.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once on each instruction set that this machine has."""
+    previous = _native.use_isa(request.param)
+    yield request.param
+    _native.use_isa(previous)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """torch.empty and its kin give NaN, so an output that a kernel leaves unwritten turns the test red."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(previous)
