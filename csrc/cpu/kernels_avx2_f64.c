@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Instance of kernels.inc.h: double with AVX2, FMA and F16C.
+ */
+#if defined(__x86_64__)
+#include "kernels_instance.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define WKV6_REAL_BITS 64
+#define WKV6_VECTOR_BYTES 32
+#define WKV6_KERNELS wkv6_avx2_f64
+#include "kernels.inc.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int no_kernels_for_this_machine; /* C wants something in a translation unit */
+#endif

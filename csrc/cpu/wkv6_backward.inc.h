@@ -1,0 +1,233 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Backward pass, recurrent form: equations (3) to (8) of docs/wkv6.md, eight operations an element of the state and token.
+ *
+ * Segments from the last to the first. In a segment each tile of the state is walked forward from the checkpoint, leaving its value
+ * before each token in `history`, and its adjoint G backward, with both still in the nearest cache: 8 vectors x segment. State and
+ * adjoint are kept transposed, [V][K]: lanes over K turn the sums over V of dr, dk and dw into plain additions, in the order of j; only
+ * dv is a sum over lanes, LANES of which are done together (row_sums). No sum depends on the number of threads.
+ * dw comes from G and S at the same token, so nothing cancels however strong the decay.
+ */
+
+/* A segment of one head. K_ and V_ as in the forward pass. */
+typedef struct {
+  int64_t K_, V_;
+  real *r, *k, *d, *w;             /* [tokens][K_] as in forward_block */
+  real *v, *grad_o;                /* [tokens][V_] */
+  real *grad_r, *grad_k, *grad_w;  /* [tokens][K_] dr / scale, dk, dw / d */
+  real *grad_v;                    /* [tokens][V_] */
+  real *u, *grad_u;                /* [K_] */
+  real *state, *natural;           /* [V_][K_] at the segment's start; [K_][V_], on the way to or from a transposed one */
+  real *history;                   /* [tokens][TILE_ROWS][2 * LANES] one tile of the state before each token */
+  real *products;                  /* [tokens][rows][LANES] G k of one row of tiles, to be summed over lanes */
+  real *sums;                      /* [tokens][rows] those sums */
+  real *rest;                      /* [heads][K_] */
+  real *adjoint;                   /* [heads][V_][K_] G at the segment's end, then at its start */
+} backward_block;
+
+static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+  backward_block b = {.K_ = round_up(p->K, LANES), .V_ = round_up(p->V, LANES)};
+  const int64_t L = p->T < p->segment ? p->T : p->segment, tile_rows = round_up(L * TILE_ROWS, LANES);
+  real **const of_K[] = {&b.r, &b.k, &b.d, &b.w, &b.grad_r, &b.grad_k, &b.grad_w}, **const of_V[] = {&b.v, &b.grad_o, &b.grad_v};
+  for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, L * b.K_);
+  for (size_t i = 0; i < sizeof of_V / sizeof *of_V; i++) *of_V[i] = take(scratch, L * b.V_);
+  b.u = take(scratch, b.K_);
+  b.grad_u = take(scratch, b.K_);
+  b.state = take(scratch, b.V_ * b.K_);
+  b.natural = take(scratch, b.K_ * b.V_);
+  b.history = take(scratch, L * TILE_ROWS * 2 * LANES);
+  b.products = take(scratch, tile_rows * LANES);
+  b.sums = take(scratch, tile_rows);
+  b.rest = take(scratch, heads * b.K_);
+  b.adjoint = take(scratch, heads * b.V_ * b.K_);
+  return b;
+}
+
+static size_t backward_scratch(const wkv6_problem *p, int64_t heads) {
+  char *end = NULL;
+  backward_layout(p, heads, &end);
+  return (size_t)(end - (char *)NULL);
+}
+
+/* to[columns][stride_to] = the transpose of from[rows][stride_from]; rows and columns are multiples of LANES. */
+static void transpose(const real *from, int64_t stride_from, int64_t rows, int64_t columns, real *to, int64_t stride_to) {
+  for (int64_t i = 0; i < rows; i += LANES)
+    for (int64_t j = 0; j < columns; j += LANES) transpose_block(from + i * stride_from + j, stride_from, to + j * stride_to + i, stride_to);
+}
+
+/* Matrix (n, h) of a state tensor, transposed to [V_][K_]. */
+static void load_state_transposed(const wkv6_problem *p, const backward_block *b, const wkv6_tensor *x, int64_t n, int64_t h, real *to) {
+  load_state(b->natural, b->V_, x, n, h, p->K, p->V);
+  transpose(b->natural, b->V_, b->K_, b->V_, to, b->K_);
+}
+
+/* Loads tokens [t, t + count) of head h and sets the gradients to their terms in the bonus u. */
+static void backward_load(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t h, int64_t t, int64_t count,
+                          real *rest) {
+  load_tokens(b->r, b->K_, &p->r, s, h, t, count, p->K);
+  load_tokens(b->k, b->K_, &p->k, s, h, t, count, p->K);
+  load_tokens(b->w, b->K_, &p->w, s, h, t, count, p->K);
+  load_tokens(b->v, b->V_, &p->v, s, h, t, count, p->V);
+  load_tokens(b->grad_o, b->V_, &p->grad_o, s, h, t, count, p->V);
+  load_row(b->u, p->K, row_address(&p->u, h, 0, 0), p->u.stride[1], p->u.dtype);
+  memset(b->grad_u, 0, (size_t)b->K_ * sizeof(real));
+  memset(b->grad_w, 0, (size_t)(count * b->K_) * sizeof(real));
+  const lanes scale = broadcast((real)p->scale);
+  for (int64_t i = count; i-- > 0;) { /* the last token first: the rests of the decays pass from one segment to the one before it */
+    real *r = b->r + i * b->K_, *grad_r = b->grad_r + i * b->K_, *grad_k = b->grad_k + i * b->K_;
+    const real *k = b->k + i * b->K_, *v = b->v + i * b->V_, *grad_o = b->grad_o + i * b->V_;
+    decay_row(b->w + i * b->K_, b->d + i * b->K_, rest, b->K_, p->flags & WKV6_RAW_DECAY);
+    lanes sum = broadcast(0);
+    for (int64_t c = 0; c < b->V_; c += LANES) sum = fma_lanes(load(v + c), load(grad_o + c), sum);
+    const lanes a = broadcast(sum_of_lanes(sum)); /* a_t of the equations */
+    sum = broadcast(0);
+    for (int64_t c = 0; c < b->K_; c += LANES) {
+      const lanes scaled = scale * load(r + c), u = load(b->u + c), rk = scaled * load(k + c);
+      store(r + c, scaled);
+      store(grad_r + c, a * (u * load(k + c)));
+      store(grad_k + c, a * (u * scaled));
+      store(b->grad_u + c, fma_lanes(a, rk, load(b->grad_u + c)));
+      sum = fma_lanes(rk, u, sum);
+    }
+    const lanes bonus = broadcast(sum_of_lanes(sum));
+    for (int64_t c = 0; c < b->V_; c += LANES) store(b->grad_v + i * b->V_ + c, bonus * load(grad_o + c));
+  }
+}
+
+/* The equations on the tile of `rows` rows from j and `columns` vectors from i, for the whole segment. `last_lanes` selects the lanes of
+ * the tile's last vector that belong to the state, if `padded`: in the padding zeros meet infinities. */
+INLINE void backward_tile(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
+                          const backward_block *b, int64_t i, int64_t j, real *adjoint) {
+  lanes s[TILE_ROWS][2];
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) s[x][c] = load(b->state + (j + x) * b->K_ + i + c * LANES);
+  NO_UNROLL for (int64_t t = 0; t < count; t++) { /* (2), and the state's part of (3) */
+    const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j;
+    real *grad_r = b->grad_r + t * b->K_ + i, *history = b->history + t * TILE_ROWS * 2 * LANES;
+    lanes sum[2];
+    UNROLL for (int c = 0; c < columns; c++) sum[c] = load(grad_r + c * LANES);
+    UNROLL for (int x = 0; x < rows; x++) {
+      const lanes go = broadcast(grad_o[x]), value = broadcast(v[x]);
+      UNROLL for (int c = 0; c < columns; c++) {
+        store(history + (x * 2 + c) * LANES, s[x][c]);
+        sum[c] = fma_lanes(go, s[x][c], sum[c]);
+        s[x][c] = fma_lanes(load(d + c * LANES), s[x][c], load(k + c * LANES) * value);
+      }
+    }
+    UNROLL for (int c = 0; c < columns; c++) store(grad_r + c * LANES, sum[c]);
+  }
+
+  lanes g[TILE_ROWS][2];
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) g[x][c] = load(adjoint + (j + x) * b->K_ + i + c * LANES);
+  NO_UNROLL for (int64_t t = count; t-- > 0;) { /* (4) to (7) */
+    const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *r = b->r + t * b->K_ + i;
+    const real *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j, *history = b->history + t * TILE_ROWS * 2 * LANES;
+    real *grad_k = b->grad_k + t * b->K_ + i, *grad_w = b->grad_w + t * b->K_ + i, *products = b->products + t * rows * LANES;
+    lanes sum_k[2], sum_w[2];
+    UNROLL for (int c = 0; c < columns; c++) {
+      sum_k[c] = load(grad_k + c * LANES);
+      sum_w[c] = load(grad_w + c * LANES);
+    }
+    UNROLL for (int x = 0; x < rows; x++) {
+      const lanes go = broadcast(grad_o[x]), value = broadcast(v[x]);
+      lanes product = load(products + x * LANES);
+      UNROLL for (int c = 0; c < columns; c++) {
+        sum_k[c] = fma_lanes(g[x][c], value, sum_k[c]);
+        sum_w[c] = fma_lanes(g[x][c], load(history + (x * 2 + c) * LANES), sum_w[c]);
+        const lanes inside = padded && c == columns - 1 ? choose(last_lanes, g[x][c], broadcast(0)) : g[x][c];
+        product = fma_lanes(inside, load(k + c * LANES), product);
+        g[x][c] = fma_lanes(load(d + c * LANES), g[x][c], load(r + c * LANES) * go);
+      }
+      store(products + x * LANES, product);
+    }
+    UNROLL for (int c = 0; c < columns; c++) {
+      store(grad_k + c * LANES, sum_k[c]);
+      store(grad_w + c * LANES, sum_w[c]);
+    }
+  }
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(adjoint + (j + x) * b->K_ + i + c * LANES, g[x][c]);
+}
+
+/* All tiles of rows j .. j + rows - 1, and dv of those value channels. */
+INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backward_block *b, int64_t j, real *adjoint) {
+  lanes_integer last_lanes;
+  for (int l = 0; l < LANES; l++) last_lanes[l] = l < K - (b->K_ - LANES) ? -1 : 0;
+  memset(b->products, 0, (size_t)(count * rows * LANES) * sizeof(real));
+  int64_t i = 0;
+  for (; i + 2 * LANES <= K; i += 2 * LANES) backward_tile(rows, 2, 0, last_lanes, count, b, i, j, adjoint);
+  if (i + LANES < K)
+    backward_tile(rows, 2, 1, last_lanes, count, b, i, j, adjoint);
+  else if (i + LANES == K)
+    backward_tile(rows, 1, 0, last_lanes, count, b, i, j, adjoint);
+  else if (i < K)
+    backward_tile(rows, 1, 1, last_lanes, count, b, i, j, adjoint);
+  for (int64_t m = 0; m < count * rows; m += LANES) store(b->sums + m, row_sums(b->products + m * LANES));
+  for (int64_t t = 0; t < count; t++)
+    for (int x = 0; x < rows; x++) b->grad_v[t * b->V_ + j + x] += b->sums[t * rows + x];
+}
+
+/* What is still to be multiplied into dr and dw, and out with everything. */
+static void backward_store(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t n, int64_t h, int64_t t,
+                           int64_t count) {
+  const lanes scale = broadcast((real)p->scale), none = broadcast(0), minus_infinity = broadcast(-(real)INFINITY);
+  for (int64_t c = 0; c < count * b->K_; c += LANES) {
+    store(b->grad_r + c, scale * load(b->grad_r + c));
+    const lanes grad_w = load(b->d + c) * load(b->grad_w + c), w = load(b->w + c);
+    /* raw: dx = dw * w, and 0 where exp(x) overflowed and nothing is left of the state */
+    store(b->grad_w + c, p->flags & WKV6_RAW_DECAY ? choose(w == minus_infinity, none, grad_w * w) : grad_w);
+  }
+  store_tokens(&p->grad_r, s, h, t, count, p->K, b->grad_r, b->K_);
+  store_tokens(&p->grad_k, s, h, t, count, p->K, b->grad_k, b->K_);
+  store_tokens(&p->grad_w, s, h, t, count, p->K, b->grad_w, b->K_);
+  store_tokens(&p->grad_v, s, h, t, count, p->V, b->grad_v, b->V_);
+  if (p->grad_u_parts.dtype == WKV6_ABSENT) return;
+  real *part = (real *)p->grad_u_parts.data + (n * p->H + h) * p->K;
+  for (int64_t i = 0; i < p->K; i++) part[i] += b->grad_u[i];
+}
+
+static void backward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
+  const uint64_t mode = flush_subnormals();
+  char *end = scratch;
+  const int64_t n = work->n, heads = work->head_end - work->head, first = wkv6_first_token(p, n);
+  const backward_block b = backward_layout(p, heads, &end);
+  memset(scratch, 0, (size_t)(end - (char *)scratch)); /* padding and rests */
+  const sequence s = sequence_of(p, n);
+
+  for (int64_t h = work->head; h < work->head_end; h++) {
+    load_state_transposed(p, &b, &p->grad_final_state, n, h, b.adjoint + (h - work->head) * b.V_ * b.K_);
+    if (p->grad_u_parts.dtype != WKV6_ABSENT)
+      memset((real *)p->grad_u_parts.data + (n * p->H + h) * p->K, 0, (size_t)p->K * sizeof(real));
+  }
+  for (int64_t c = (s.length + p->segment - 1) / p->segment; c-- > 0;) {
+    const int64_t t = c * p->segment, count = s.length - t < p->segment ? s.length - t : p->segment;
+    for (int64_t h = work->head; h < work->head_end; h++) {
+      real *adjoint = b.adjoint + (h - work->head) * b.V_ * b.K_;
+      if (c > 0)
+        load_state_transposed(p, &b, &p->checkpoints, wkv6_checkpoint(p, first, c), h, b.state);
+      else
+        load_state_transposed(p, &b, &p->initial_state, n, h, b.state);
+      backward_load(p, &b, &s, h, t, count, b.rest + (h - work->head) * b.K_);
+      int64_t j = 0;
+      for (; j + TILE_ROWS <= p->V; j += TILE_ROWS) backward_rows(TILE_ROWS, count, p->K, &b, j, adjoint);
+      for (; j < p->V; j++) backward_rows(1, count, p->K, &b, j, adjoint);
+      backward_store(p, &b, &s, n, h, t, count);
+    }
+  }
+  for (int64_t h = work->head; h < work->head_end; h++) {
+    transpose(b.adjoint + (h - work->head) * b.V_ * b.K_, b.K_, b.V_, b.K_, b.natural, b.V_);
+    store_state(&p->grad_initial_state, n, h, p->K, p->V, b.natural, b.V_);
+  }
+  restore_subnormals(mode);
+}
+
+/* (8): the sum over sequences, in their order, in double: as exact for one long sequence as for many short ones. */
+static void reduce_grad_u(const wkv6_problem *p) {
+  if (p->grad_u.dtype == WKV6_ABSENT) return;
+  const real *parts = p->grad_u_parts.data;
+  for (int64_t h = 0; h < p->H; h++)
+    for (int64_t i = 0; i < p->K; i++) {
+      double sum = 0;
+      for (int64_t n = 0; n < p->N; n++) sum += (double)parts[(n * p->H + h) * p->K + i];
+      const real rounded = (real)sum;
+      store_row(row_address(&p->grad_u, h, i, 0), 1, 1, p->grad_u.dtype, &rounded);
+    }
+}

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The operator on the CPU. Problems have passed wkv6_check(). The calling thread needs no GIL.
+ */
+#ifndef WKV6_CPU_H
+#define WKV6_CPU_H
+
+#include "../wkv6_problem.h"
+
+/* o and, where present, final_state and checkpoints. */
+wkv6_status wkv6_cpu_forward(const wkv6_problem *p);
+
+/* Every grad_* that is present. */
+wkv6_status wkv6_cpu_backward(const wkv6_problem *p);
+
+/* One token (T = 1): o, and final_state read and then overwritten. */
+wkv6_status wkv6_cpu_step(const wkv6_problem *p);
+
+#endif

@@ -1,0 +1,418 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * rwkv6_ops._native: the CPython entry points. Tensors are read into a wkv6_problem, everything that could make a kernel misbehave is
+ * checked, the GIL is released and the kernels run. Python (rwkv6_ops/_ops.py) allocates all outputs; nothing here owns memory.
+ * Limited API of CPython 3.10: one binary for every later version.
+ */
+#include <Python.h>
+
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cpu/wkv6_cpu.h"
+#include "tensor_view.h"
+#include "wkv6_problem.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define NEEDS_TORCH "rwkv6_ops needs a torch whose tensors have the DLPack C exchange API: torch >= 2.10"
+
+typedef struct {
+  /* The table of the tensor types seen so far: torch.Tensor, then torch.nn.Parameter, then whatever subclass comes. */
+  PyObject *types[2];
+  const dl_exchange *exchange;
+} module_state;
+
+/* ---- Tensors ---- */
+
+static const dl_exchange *exchange_of(PyObject *type) {
+  PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+  if (!capsule) {
+    PyErr_Clear();
+    return NULL;
+  }
+  const dl_header *header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  Py_DECREF(capsule);
+  PyErr_Clear();
+  while (header && header->major != 1) header = header->previous;
+  return (const dl_exchange *)header;
+}
+
+/* The exchange table for this object's type, or NULL with TypeError. */
+static const dl_exchange *find_exchange(module_state *state, PyObject *object, const char *name) {
+  PyObject *type = (PyObject *)Py_TYPE(object);
+  if (type == state->types[0] || type == state->types[1]) return state->exchange;
+  const dl_exchange *exchange = exchange_of(type);
+  if (!exchange) {
+    PyErr_Format(PyExc_TypeError, "%s: %R, expected a torch.Tensor", name, type);
+    return NULL;
+  }
+  PyObject **free_slot = !state->types[0] ? &state->types[0] : !state->types[1] ? &state->types[1] : NULL;
+  if (free_slot && (!state->exchange || state->exchange == exchange)) {
+    state->exchange = exchange;
+    Py_INCREF(type);
+    *free_slot = type;
+  }
+  return exchange;
+}
+
+static int32_t dtype_of(dl_dtype dtype) {
+  if (dtype.lanes != 1) return WKV6_ABSENT;
+  if (dtype.code == DL_BFLOAT && dtype.bits == 16) return WKV6_BF16;
+  if (dtype.code != DL_FLOAT) return WKV6_ABSENT;
+  return dtype.bits == 32 ? WKV6_F32 : dtype.bits == 16 ? WKV6_F16 : dtype.bits == 64 ? WKV6_F64 : WKV6_ABSENT;
+}
+
+/* ---- Arguments ---- */
+
+/* A tensor argument: where it goes and what its dimensions are. A dimension's first mention gives its size, later ones must agree;
+ * 'S' is the number of checkpoints. */
+typedef struct {
+  const char *name, *dimensions;
+  size_t member; /* offset in wkv6_problem */
+  int optional, contiguous;
+} argument;
+
+#define MEMBER(m) offsetof(wkv6_problem, m)
+
+static const argument forward_arguments[] = {
+    {"r", "BTHK", MEMBER(r), 0, 0},
+    {"k", "BTHK", MEMBER(k), 0, 0},
+    {"v", "BTHV", MEMBER(v), 0, 0},
+    {"w", "BTHK", MEMBER(w), 0, 0},
+    {"u", "HK", MEMBER(u), 0, 0},
+    {"initial_state", "NHKV", MEMBER(initial_state), 1, 0},
+    {"o", "BTHV", MEMBER(o), 0, 0},
+    {"final_state", "NHKV", MEMBER(final_state), 1, 0},
+    {"checkpoints", "SHKV", MEMBER(checkpoints), 1, 1},
+};
+
+static const argument backward_arguments[] = {
+    {"r", "BTHK", MEMBER(r), 0, 0},
+    {"k", "BTHK", MEMBER(k), 0, 0},
+    {"v", "BTHV", MEMBER(v), 0, 0},
+    {"w", "BTHK", MEMBER(w), 0, 0},
+    {"u", "HK", MEMBER(u), 0, 0},
+    {"initial_state", "NHKV", MEMBER(initial_state), 1, 0},
+    {"checkpoints", "SHKV", MEMBER(checkpoints), 0, 1},
+    {"grad_o", "BTHV", MEMBER(grad_o), 1, 0},
+    {"grad_final_state", "NHKV", MEMBER(grad_final_state), 1, 0},
+    {"grad_r", "BTHK", MEMBER(grad_r), 1, 0},
+    {"grad_k", "BTHK", MEMBER(grad_k), 1, 0},
+    {"grad_v", "BTHV", MEMBER(grad_v), 1, 0},
+    {"grad_w", "BTHK", MEMBER(grad_w), 1, 0},
+    {"grad_u", "HK", MEMBER(grad_u), 1, 0},
+    {"grad_initial_state", "NHKV", MEMBER(grad_initial_state), 1, 0},
+    {"grad_u_parts", "NHK", MEMBER(grad_u_parts), 1, 1},
+};
+
+static const argument step_arguments[] = {
+    {"r", "BTHK", MEMBER(r), 0, 0},
+    {"k", "BTHK", MEMBER(k), 0, 0},
+    {"v", "BTHV", MEMBER(v), 0, 0},
+    {"w", "BTHK", MEMBER(w), 0, 0},
+    {"u", "HK", MEMBER(u), 0, 0},
+    {"state", "NHKV", MEMBER(final_state), 0, 0},
+    {"o", "BTHV", MEMBER(o), 0, 0},
+};
+
+#define COUNT(table) ((Py_ssize_t)(sizeof(table) / sizeof *(table)))
+
+/* What is known while the arguments of one call are read. */
+typedef struct {
+  module_state *state;
+  wkv6_problem problem;
+  int known[128]; /* by dimension letter: 1 once its size is in problem */
+  dl_device device;
+} call;
+
+static int64_t *size_of(wkv6_problem *p, char dimension) {
+  switch (dimension) {
+  case 'B': return &p->B;
+  case 'T': return &p->T;
+  case 'H': return &p->H;
+  case 'K': return &p->K;
+  case 'V': return &p->V;
+  default: return &p->N;
+  }
+}
+
+/* "(2, 8, 4, 64)", cut short if it does not fit. */
+static void write_shape(char *text, size_t room, const int64_t *shape, int dimensions) {
+  size_t used = (size_t)PyOS_snprintf(text, room, "(");
+  for (int d = 0; d < dimensions && used < room; d++)
+    used += (size_t)PyOS_snprintf(text + used, room - used, d + 1 < dimensions ? "%lld, " : "%lld", (long long)shape[d]);
+  if (used < room) PyOS_snprintf(text + used, room - used, ")");
+}
+
+/* A view of `object`; -1 with an exception where it is no tensor on the call's device. */
+static int view_tensor(call *c, const char *name, PyObject *object, dl_tensor *view) {
+  const dl_exchange *exchange = find_exchange(c->state, object, name);
+  if (!exchange || exchange->view(object, view)) return -1;
+  int64_t elements = 1;
+  for (int d = 0; d < view->ndim; d++) elements *= view->shape[d];
+  if (!view->data && elements) { /* the view of a fake or functional tensor */
+    PyErr_Format(PyExc_RuntimeError, "%s: a tensor without data reached the kernel", name);
+    return -1;
+  }
+  if (c->device.type == 0) c->device = view->device;
+  if (view->device.type != c->device.type || view->device.id != c->device.id) {
+    PyErr_Format(PyExc_ValueError, "%s: on another device than r", name);
+    return -1;
+  }
+  return 0;
+}
+
+static int read_tensor(call *c, const argument *a, PyObject *object) {
+  wkv6_problem *p = &c->problem;
+  wkv6_tensor *tensor = (wkv6_tensor *)((char *)p + a->member);
+  if (object == Py_None && a->optional) return 0; /* dtype stays WKV6_ABSENT */
+  dl_tensor view;
+  if (view_tensor(c, a->name, object, &view)) return -1;
+
+  const int dimensions = (int)strlen(a->dimensions);
+  int64_t expected[4] = {0}, stride = 1;
+  int agrees = view.ndim == dimensions, contiguous = 1;
+  for (int d = dimensions - 1; d >= 0; d--) {
+    const char letter = a->dimensions[d];
+    const int64_t shape = agrees ? view.shape[d] : -1;
+    if (letter == 'S') {
+      expected[d] = p->B * p->T / p->segment;
+    } else {
+      if (!c->known[(int)letter]) *size_of(p, letter) = shape, c->known[(int)letter] = view.ndim == dimensions;
+      expected[d] = *size_of(p, letter);
+    }
+    agrees = agrees && shape == expected[d];
+    if (agrees) {
+      tensor->stride[d] = view.strides[d];
+      contiguous = contiguous && (view.strides[d] == stride || shape <= 1);
+      stride *= shape;
+    }
+  }
+  if (!agrees) {
+    char got[160], wanted[160];
+    write_shape(got, sizeof got, view.shape, view.ndim);
+    write_shape(wanted, sizeof wanted, expected, dimensions);
+    PyErr_Format(PyExc_ValueError, "%s: shape %s, expected %s", a->name, got, wanted);
+    return -1;
+  }
+  if (a->contiguous && !contiguous && stride) {
+    PyErr_Format(PyExc_ValueError, "%s: expected a contiguous tensor", a->name);
+    return -1;
+  }
+  tensor->dtype = dtype_of(view.dtype);
+  if (tensor->dtype == WKV6_ABSENT) {
+    PyErr_Format(PyExc_TypeError, "%s: expected float32, bfloat16, float16 or float64", a->name);
+    return -1;
+  }
+  tensor->data = (char *)view.data + view.byte_offset;
+  return 0;
+}
+
+/* cu_seqlens fixes N, without it N = B. */
+static int read_cu_seqlens(call *c, PyObject *object) {
+  wkv6_problem *p = &c->problem;
+  c->known['N'] = 1;
+  p->N = p->B;
+  if (object == Py_None) return 0;
+  dl_tensor view;
+  if (view_tensor(c, "cu_seqlens", object, &view)) return -1;
+  if (view.ndim != 1 || view.shape[0] < 1 || view.dtype.code != DL_INT || view.dtype.bits != 64 ||
+      (view.strides[0] != 1 && view.shape[0] > 1)) {
+    PyErr_SetString(PyExc_ValueError, "cu_seqlens: expected a contiguous int64 vector");
+    return -1;
+  }
+  p->cu_seqlens = (const int64_t *)((char *)view.data + view.byte_offset);
+  p->N = view.shape[0] - 1;
+  return 0;
+}
+
+/* Reads (tensors in the table's order, cu_seqlens, scale, flags, segment) into c->problem and checks it all. */
+static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObject *const *args, Py_ssize_t count) {
+  if (count != tensors + 4) {
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", tensors + 4, count);
+    return -1;
+  }
+  wkv6_problem *p = &c->problem;
+  p->scale = PyFloat_AsDouble(args[tensors + 1]);
+  p->flags = (uint32_t)PyLong_AsLong(args[tensors + 2]);
+  p->segment = PyLong_AsLongLong(args[tensors + 3]);
+  if (PyErr_Occurred()) return -1;
+  if (p->segment < 1) {
+    PyErr_Format(PyExc_ValueError, "segment: %lld, expected at least 1", (long long)p->segment);
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < tensors; i++) {
+    if (i == 1 && read_cu_seqlens(c, args[tensors])) return -1; /* r has told B */
+    if (read_tensor(c, &table[i], args[i])) return -1;
+  }
+  const char *culprit = "";
+  switch (wkv6_check(p, c->device.type == DL_CPU, &culprit)) {
+  case WKV6_OK: return 0;
+  case WKV6_E_DTYPE:
+    PyErr_Format(PyExc_TypeError, "%s: dtype does not go with r's: all tensors are float64, or none is", culprit);
+    return -1;
+  default:
+    PyErr_Format(PyExc_ValueError, "cu_seqlens: expected a non-decreasing sequence from 0 to T = %lld, and B = 1", (long long)p->T);
+    return -1;
+  }
+}
+
+/* ---- Entry points ---- */
+
+static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *)) {
+  if (c->device.type != DL_CPU) {
+    PyErr_SetString(PyExc_NotImplementedError, "r: not on a CPU; this build of rwkv6_ops has kernels for the CPU only");
+    return NULL;
+  }
+  wkv6_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = cpu(&c->problem);
+  Py_END_ALLOW_THREADS
+  if (status == WKV6_E_MEMORY) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+static PyObject *native_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  call c = {.state = PyModule_GetState(module)};
+  if (read_call(&c, forward_arguments, COUNT(forward_arguments), args, count)) return NULL;
+  return launch(&c, wkv6_cpu_forward);
+}
+
+static PyObject *native_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  call c = {.state = PyModule_GetState(module)};
+  if (read_call(&c, backward_arguments, COUNT(backward_arguments), args, count)) return NULL;
+  return launch(&c, wkv6_cpu_backward);
+}
+
+static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  call c = {.state = PyModule_GetState(module)};
+  if (read_call(&c, step_arguments, COUNT(step_arguments), args, count)) return NULL;
+  if (c.problem.T != 1 || c.problem.cu_seqlens) {
+    PyErr_SetString(PyExc_ValueError, "r: expected one token (T = 1), without cu_seqlens");
+    return NULL;
+  }
+  if (c.problem.final_state.dtype != (wkv6_is_double(&c.problem) ? WKV6_F64 : WKV6_F32)) {
+    PyErr_SetString(PyExc_TypeError, "state: expected float32 (float64 with float64 inputs): it is updated in place");
+    return NULL;
+  }
+  return launch(&c, wkv6_cpu_step);
+}
+
+static PyObject *isa_names(int runnable_only) {
+  Py_ssize_t count = 0;
+  for (const wkv6_isa *isa = wkv6_isas; isa->name; isa++) count += !runnable_only || isa->runs_here();
+  PyObject *names = PyTuple_New(count);
+  Py_ssize_t at = 0;
+  for (const wkv6_isa *isa = wkv6_isas; names && isa->name; isa++) {
+    if (runnable_only && !isa->runs_here()) continue;
+    PyObject *name = PyUnicode_FromString(isa->name);
+    if (!name || PyTuple_SetItem(names, at++, name)) Py_CLEAR(names);
+  }
+  return names;
+}
+
+static PyObject *native_isas(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return isa_names(1);
+}
+
+static PyObject *native_isas_built(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return isa_names(0);
+}
+
+static PyObject *native_isa(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return PyUnicode_FromString(wkv6_current_isa()->name);
+}
+
+static int use_isa(const char *name, PyObject *error) {
+  if (wkv6_use_isa(name) == 0) return 0;
+  PyObject *names = isa_names(1);
+  if (names) PyErr_Format(error, "no instruction set %.40s here, expected one of %R", name, names);
+  Py_XDECREF(names);
+  return -1;
+}
+
+static PyObject *native_use_isa(PyObject *module, PyObject *name) {
+  (void)module;
+  const char *before = wkv6_current_isa()->name;
+  PyObject *bytes = PyUnicode_AsUTF8String(name);
+  if (!bytes) return NULL;
+  const int failed = use_isa(PyBytes_AsString(bytes), PyExc_ValueError);
+  Py_DECREF(bytes);
+  return failed ? NULL : PyUnicode_FromString(before);
+}
+
+/* ---- Module ---- */
+
+PyDoc_STRVAR(forward_doc, "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, cu_seqlens, scale, flags, segment)\n"
+                          "Fills o and, unless None, final_state and checkpoints.");
+PyDoc_STRVAR(backward_doc,
+             "backward(r, k, v, w, u, initial_state, checkpoints, grad_o, grad_final_state, grad_r, grad_k, grad_v, grad_w, grad_u,\n"
+             "         grad_initial_state, grad_u_parts, cu_seqlens, scale, flags, segment)\n"
+             "Fills the gradients that are not None.");
+PyDoc_STRVAR(step_doc, "step(r, k, v, w, u, state, o, cu_seqlens, scale, flags, segment)\nOne token; fills o and updates state.");
+PyDoc_STRVAR(isas_doc, "Names of the instruction sets whose kernels run on this machine, best first.");
+PyDoc_STRVAR(isas_built_doc, "Names of the instruction sets that kernels were compiled for, best first.");
+PyDoc_STRVAR(isa_doc, "Name of the instruction set in use.");
+PyDoc_STRVAR(use_isa_doc, "use_isa(name): uses the kernels of that instruction set from now on; returns the name of the one before.");
+
+#define FASTCALL(function) (PyCFunction)(void (*)(void))(function)
+static PyMethodDef methods[] = {
+    {"forward", FASTCALL(native_forward), METH_FASTCALL, forward_doc},
+    {"backward", FASTCALL(native_backward), METH_FASTCALL, backward_doc},
+    {"step", FASTCALL(native_step), METH_FASTCALL, step_doc},
+    {"isas", native_isas, METH_NOARGS, isas_doc},
+    {"isas_built", native_isas_built, METH_NOARGS, isas_built_doc},
+    {"isa", native_isa, METH_NOARGS, isa_doc},
+    {"use_isa", native_use_isa, METH_O, use_isa_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static int module_exec(PyObject *module) {
+  const char *wanted = getenv("RWKV6_OPS_ISA");
+  if (wanted && *wanted && use_isa(wanted, PyExc_ImportError)) return -1;
+  PyObject *torch = PyImport_ImportModule("torch");
+  PyObject *tensor = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+  const int exchanges = tensor && exchange_of(tensor);
+  if (tensor && !exchanges) PyErr_SetString(PyExc_ImportError, NEEDS_TORCH);
+  Py_XDECREF(tensor);
+  Py_XDECREF(torch);
+  if (!exchanges) return -1;
+  if (PyModule_AddIntConstant(module, "REVERSE", WKV6_REVERSE) || PyModule_AddIntConstant(module, "RAW_DECAY", WKV6_RAW_DECAY)) return -1;
+  return PyModule_AddIntConstant(module, "uses_torch_threads", wkv6_parallel_init());
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+  module_state *state = PyModule_GetState(module);
+  Py_VISIT(state->types[0]);
+  Py_VISIT(state->types[1]);
+  return 0;
+}
+
+static int module_clear(PyObject *module) {
+  module_state *state = PyModule_GetState(module);
+  Py_CLEAR(state->types[0]);
+  Py_CLEAR(state->types[1]);
+  return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+
+PyDoc_STRVAR(module_doc, "The C core of rwkv6_ops. Not a public interface: rwkv6_ops is.");
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "rwkv6_ops._native",
+    .m_doc = module_doc,
+    .m_size = sizeof(module_state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }
