@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every check of the public functions' arguments. Raises, naming the argument, what came and what was wanted; returns nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_NAMES = "float32, bfloat16, float16 (or float64 for all of them)"
+
+
+def is_tensor(name: str, x: object) -> None:
+    """`x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: {type(x).__name__}, expected a torch.Tensor")
+
+
+def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:
+    """`x` has the shape `wanted`, called `meaning`."""
+    if tuple(x.shape) != wanted:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected {meaning} {wanted}")
+
+
+def choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """`value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}: {value!r}, expected one of {', '.join(map(repr, allowed))}")
+
+
+def dtypes(**tensors: Tensor | None) -> None:
+    """All tensors are float64, or each is one of the shorter floats. The first one decides which."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    first = next(iter(given))
+    double = given[first].dtype == torch.float64
+    for name, x in given.items():
+        if double and x.dtype != torch.float64:
+            raise TypeError(f"{name}: dtype {x.dtype}, expected {first}'s torch.float64")
+        if not double and x.dtype not in FLOATS:
+            wanted = "float32, bfloat16 or float16 like the others" if x.dtype == torch.float64 else FLOAT_NAMES
+            raise TypeError(f"{name}: dtype {x.dtype}, expected {wanted}")
+
+
+def devices(**tensors: Tensor | None) -> None:
+    """All tensors are where the first one is."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    first = next(iter(given))
+    for name, x in given.items():
+        if x.device != given[first].device:
+            raise ValueError(f"{name}: on {x.device}, expected {first}'s {given[first].device}")
+
+
+def tokens(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> None:
+    """r, k, w [B, T, H, K], v [B, T, H, V] and u [H, K] fit together."""
+    for name, x in (("r", r), ("k", k), ("v", v), ("w", w), ("u", u)):
+        is_tensor(name, x)
+    if r.dim() != 4:
+        raise ValueError(f"r: shape {tuple(r.shape)}, expected [B, T, H, K]")
+    batch, length, heads, width = r.shape
+    shape("k", k, (batch, length, heads, width), "r's")
+    if v.dim() != 4 or v.shape[:3] != r.shape[:3]:
+        raise ValueError(f"v: shape {tuple(v.shape)}, expected r's ({batch}, {length}, {heads}, V)")
+    shape("w", w, (batch, length, heads, width), "r's")
+    if tuple(u.shape) != (heads, width):
+        hint = (
+            " (are r, k, v, w [B, H, T, K]? The layout here is [B, T, H, K])"
+            if tuple(u.shape) == (length, width)
+            else ""
+        )
+        raise ValueError(f"u: shape {tuple(u.shape)}, expected r's [H, K] = {(heads, width)}{hint}")
+    if width < 1 or v.shape[3] < 1:
+        name, x = ("r", r) if width < 1 else ("v", v)
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected at least one channel")
+
+
+def cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> None:
+    """A vector of int32 or int64 for one batch row. What it holds is checked where it is read: by the kernel's entry point."""
+    if cu_seqlens is None:
+        return
+    is_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: dtype {cu_seqlens.dtype}, expected torch.int32 or torch.int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens: given with r of batch size {batch}, expected batch size 1: the sequences lie end to end"
+        )
+
+
+def state(name: str, x: Tensor | None, sequences: int, r: Tensor, v: Tensor) -> None:
+    """`x` is [N, H, K, V], if given."""
+    if x is None:
+        return
+    is_tensor(name, x)
+    shape(name, x, (sequences, r.shape[2], r.shape[3], v.shape[3]), "[N, H, K, V] =")
+
+
+def scale(scale: object) -> None:
+    """A number."""
+    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"scale: {type(scale).__name__}, expected a number")
