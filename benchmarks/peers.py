@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,7 @@ class GgmlWKV6:
         floats = 6 * N * T * H * D + 3 * N * H * D * D + H * D
         room = 4 * floats + (16 << 20)  # tensor headers, the graph and its work buffer
         self._context = ctypes.c_void_p(self._base.ggml_init(self._InitParams(room, None, False)))
+        weakref.finalize(self, self._base.ggml_free, self._context)
         names = ("k", "v", "r", "u", "decay", "state")  # in the order of ggml's arguments
         sizes = [(D, H, N * T)] * 3 + [(D, H, 1), (D, H, N * T), (D * D * H, N, 1)]
         self._inputs = {name: self._new(*size) for name, size in zip(names, sizes, strict=True)}
@@ -115,10 +117,6 @@ class GgmlWKV6:
         both = torch.from_numpy(self._values(self._output, N * T * H * D + N * H * D * D).copy())
         o, state = both.split((N * T * H * D, N * H * D * D))
         return o.view(N, T, H, D), state.view(N, H, D, D)
-
-    def close(self) -> None:
-        """Free ggml's memory; the object is of no use afterwards."""
-        self._base.ggml_free(self._context)
 
 
 def _load_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import platform
 import statistics
@@ -14,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from rwkv6_ops import _native
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,20 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 def peak_memory(call: Callable[[], object]) -> int | None:
     """Bytes by which the process's resident memory rises at most while `call` runs, what it returns included.
 
-    None where the system does not tell (anything but Linux).
+    Meanwhile every larger block comes from the system and goes back to it at once, so that the figure is what is alive,
+    not what the allocator keeps in fragments (for a loop over tokens that can be several times as much). None where
+    there is no glibc or the system does not tell.
     """
     call()  # what stays allocated after a first call, such as a thread's scratch, belongs to no single call
     try:
-        # Memory freed earlier but not given back to the system would hide a part of the rise.
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+        libc.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
         before = _resident("VmRSS")
         kept = call()
         peak = _resident("VmHWM")
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc's own adaptation ends
     except (AttributeError, OSError):
         return None
     del kept
@@ -95,12 +102,10 @@ def _resident(field: str) -> int:
 
 def machine() -> dict[str, object]:
     """Where the figures come from: processor, instruction set of the kernels, versions, load."""
-    native = importlib.import_module("rwkv6_ops._native")
-    isa = getattr(native, "isa", None)
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "isa": isa() if callable(isa) else "unknown",
+        "isa": _native.isa(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
