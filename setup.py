@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds rwkv6_ops._native: plain C17 on CPython's limited API, nothing of torch. Everything static is in pyproject.toml."""
+"""Builds rwkv6_ops._native: plain C17 on CPython's limited API, nothing of torch. The rest is in pyproject.toml."""
 
 from pathlib import Path
 

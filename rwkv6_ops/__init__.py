@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WKV operator of RWKV-6 ("Finch") for PyTorch: exact gradients, any shape, fast on the CPU.
 
-`wkv6` is the operator. The other functions are the calls that existing models make: flash-linear-attention's `fused_recurrent_rwkv6` and
-`chunk_rwkv6`, Hugging Face's `rwkv6_linear_attention` and `rwkv6_linear_attention_cpu`. `wkv6_step_` decodes one token in place.
-`reference.wkv6` is the same in plain PyTorch.
+`wkv6` is the operator, `wkv6_step_` its decoding step. The other functions are the calls that existing models make:
+flash-linear-attention's `fused_recurrent_rwkv6` and `chunk_rwkv6`, Hugging Face's `rwkv6_linear_attention` and
+`rwkv6_linear_attention_cpu`. `reference.wkv6` is the same in plain PyTorch.
 """
 
 from . import reference

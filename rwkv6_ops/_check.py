@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of the public functions' arguments. Raises, naming the argument, what came and what was wanted; returns nothing else."""
+"""The checks of the public functions' arguments: each raises, naming the argument, what came and what was wanted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tokens(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> None:
 
 
 def cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> None:
-    """A vector of int32 or int64 for one batch row. What it holds is checked where it is read: by the kernel's entry point."""
+    """A vector of int32 or int64, and one batch row. What it holds is checked where it is read: in C."""
     if cu_seqlens is None:
         return
     is_tensor("cu_seqlens", cu_seqlens)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the C entry points as torch operators and gives them autograd. Arguments have passed ``_check``; outputs are allocated here.
+"""Registers the C entry points as torch operators and gives them autograd. Outputs are allocated here.
 
-Three operators: ``rwkv6_ops::wkv6_forward``, ``wkv6_backward`` and ``wkv6_step_``. The dispatcher costs tens of microseconds a call, so plain
-eager calls go past it: straight into C, or into an old-style autograd.Function whose maths is the registered one. Both ways meet in the
-same two functions, ``_forward_kernel`` and ``_backward_kernel``.
+Arguments have passed ``_check``. Three operators: ``rwkv6_ops::wkv6_forward``, ``wkv6_backward``, ``wkv6_step_``. The
+dispatcher costs tens of microseconds a call, so plain eager calls go past it: straight into C, or into an old-style
+autograd.Function. Both ways meet in the same two functions, ``_forward_kernel`` and ``_backward_kernel``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from . import _native
 
-# Tokens from one saved state to the next. Their number is a trade: the saved states take K * V / CHECKPOINT numbers a token and head, and
-# the backward pass recomputes this many states at a time, in the nearest cache.
+# Tokens from one saved state to the next. A trade: the saved states take K * V / CHECKPOINT numbers a token and head,
+# and the backward pass recomputes this many states at a time, in the nearest cache.
 CHECKPOINT = 32
 
 _NO_DOUBLE_BACKWARD = (
@@ -26,18 +26,21 @@ _NO_VMAP = "rwkv6_ops: no vmap rule; fold the mapped dimension into the batch di
 _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
-    "wkv6_forward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, float scale, "
-    "bool output_final_state, bool reverse, bool raw_decay, bool checkpoint) -> (Tensor o, Tensor final_state, Tensor checkpoints)",
+    "wkv6_forward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
+    "float scale, bool output_final_state, bool reverse, bool raw_decay, bool checkpoint) "
+    "-> (Tensor o, Tensor final_state, Tensor checkpoints)",
     tags=_tags,
 )
 _library.define(
-    "wkv6_backward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, Tensor checkpoints, "
-    "Tensor? grad_o, Tensor? grad_final_state, float scale, bool reverse, bool raw_decay, bool[6] wanted) "
+    "wkv6_backward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
+    "Tensor checkpoints, Tensor? grad_o, Tensor? grad_final_state, float scale, bool reverse, bool raw_decay, "
+    "bool[6] wanted) "
     "-> (Tensor grad_r, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_u, Tensor grad_initial_state)",
     tags=_tags,
 )
 _library.define(
-    "wkv6_step_(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor(a!) state, float scale, bool raw_decay) -> Tensor",
+    "wkv6_step_(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor(a!) state, float scale, bool raw_decay) "
+    "-> Tensor",
     tags=_tags,
 )
 
@@ -206,7 +209,7 @@ _step_op = torch.ops.rwkv6_ops.wkv6_step_.default
 
 
 class _EagerWKV6(torch.autograd.Function):
-    """The operator in eager mode, past the dispatcher. A forward() that takes ctx spares apply() an inspect.signature() a call."""
+    """The operator in eager mode, past the dispatcher. With ctx in forward(), apply() inspects no signatures."""
 
     @staticmethod
     def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):

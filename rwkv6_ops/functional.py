@@ -43,21 +43,22 @@ def wkv6(
     v : Tensor [B, T, H, V]
         Value.
     w : Tensor [B, T, H, K]
-        With ``decay="log"`` the natural logarithm of the decay, at most 0; -inf forgets everything. With ``decay="raw"`` RWKV's own
-        x, any number: the log decay is ``-exp(x)``, computed inside.
+        With ``decay="log"`` the natural logarithm of the decay, at most 0; -inf forgets everything. With
+        ``decay="raw"`` RWKV's own x, any number: the log decay is ``-exp(x)``, computed inside.
     u : Tensor [H, K]
         Bonus of the present token (``time_first``, ``time_faaaa``).
     scale : float
         Factor on the output. RWKV uses 1.
     initial_state : Tensor [N, H, K, V], optional
-        State before the first token of each of the N sequences (N = B without `cu_seqlens`); zeros where absent. Never written to.
+        State before the first token of each of the N sequences (N = B without `cu_seqlens`); zeros where absent.
+        Never written to.
     output_final_state : bool
         Return the state after the last token as well.
     reverse : bool
         Read each sequence from its last token to its first.
     cu_seqlens : Tensor [N + 1] of int32 or int64, optional
-        Sequences of different lengths end to end in one batch row (B = 1): sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1.
-        Starts at 0, never decreases, ends at T. An empty sequence returns its initial state.
+        Sequences of different lengths end to end in one batch row (B = 1): sequence n is tokens cu_seqlens[n] to
+        cu_seqlens[n + 1] - 1. Starts at 0, never decreases, ends at T. An empty sequence returns its initial state.
     decay : {"log", "raw"}
         What `w` holds.
     algorithm : {"auto", "recurrent", "chunk"}
@@ -70,21 +71,22 @@ def wkv6(
     o : Tensor [B, T, H, V]
         In v's dtype, contiguous.
     final_state : Tensor [N, H, K, V] or None
-        float32 (float64 with float64 inputs); None unless asked for. Differentiable, like o, with respect to r, k, v, w, u and
-        initial_state. Gradients come back in the dtype of each input.
+        float32 (float64 with float64 inputs); None unless asked for. Differentiable, like o, with respect to r, k, v,
+        w, u and initial_state. Gradients come back in the dtype of each input.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, dtype, shape, device or value; the message names it, what came and what was wanted.
+        An argument of the wrong type, dtype, shape, device or value; the message names it, what came and what was
+        wanted.
     RuntimeError
         A second derivative was asked for.
 
     Notes
     -----
-    Sums and states are float32 whatever the inputs (float64 if they are). The result does not depend on the number of threads.
-    Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024, https://arxiv.org/abs/2404.05892.
-    The same in plain PyTorch: `rwkv6_ops.reference.wkv6`.
+    Sums and states are float32 whatever the inputs (float64 if they are). The result does not depend on the number of
+    threads. The same in plain PyTorch: `rwkv6_ops.reference.wkv6`. Source: Peng et al., "Eagle and Finch: RWKV with
+    Matrix-Valued States and Dynamic Recurrence", 2024, https://arxiv.org/abs/2404.05892.
 
     Examples
     --------
@@ -168,7 +170,7 @@ def chunk_rwkv6(
     head_first: bool = False,
     precision: str = "default",
 ) -> tuple[Tensor, Tensor | None]:
-    """The chunk kernels behind flash-linear-attention's call of the same name. On the CPU these are the recurrent ones for now.
+    """The chunk kernels behind flash-linear-attention's call of the same name; on the CPU the recurrent ones for now.
 
     Parameters
     ----------
@@ -177,7 +179,7 @@ def chunk_rwkv6(
     scale : float, optional
         ``None`` means K ** -0.5, which is flash-linear-attention's default. RWKV-6 itself wants 1.0: pass it.
     chunk_size : int, optional
-        At least 1. Accepted for flash-linear-attention's sake: results do not depend on it, and the kernels choose for themselves.
+        At least 1. Accepted for flash-linear-attention's sake: the kernels choose for themselves.
     head_first : bool
         r, k, v, w and o are [B, H, T, K] and [B, H, T, V]. Done by strides, without a copy.
 
@@ -222,8 +224,8 @@ def rwkv6_linear_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """The function of that name in the Hugging Face RWKV-6 model, hundreds of times faster and with true gradients.
 
-    The original updates its state outside autograd, so its gradients of key, value and state lack all but the present token, and
-    time_decay gets none. The values here are the same; the gradients are those of the operator.
+    The original updates its state outside autograd, so its gradients of key, value and state lack all but the present
+    token, and time_decay gets none. The values here are the same; the gradients are those of the operator.
 
     Parameters
     ----------
@@ -232,7 +234,8 @@ def rwkv6_linear_attention_cpu(
     time_first : Tensor [H, D]
         The bonus u.
     state : Tensor [B, H, D, D] or None
-        State before the first token, any strides (the model passes a slice of a larger tensor); zeros for None. Never written to.
+        State before the first token, any strides (the model passes a slice of a larger tensor); zeros for None. Never
+        written to.
 
     Returns
     -------
