@@ -124,6 +124,7 @@ typedef struct {
   module_state *state;
   wkv6_problem problem;
   int known[128]; /* by dimension letter: 1 once its size is in problem */
+  int one_token;  /* a step */
   dl_device device;
 } call;
 
@@ -138,11 +139,12 @@ static int64_t *size_of(wkv6_problem *p, char dimension) {
   }
 }
 
-/* "(2, 8, 4, 64)", cut short if it does not fit. */
-static void write_shape(char *text, size_t room, const int64_t *shape, int dimensions) {
+/* "(2, 8, 4, 64)", cut short if it does not fit. A one-element tuple is written as Python does. */
+static void write_tuple(char *text, size_t room, const int64_t *shape, int dimensions) {
   size_t used = (size_t)PyOS_snprintf(text, room, "(");
   for (int d = 0; d < dimensions && used < room; d++)
-    used += (size_t)PyOS_snprintf(text + used, room - used, d + 1 < dimensions ? "%lld, " : "%lld", (long long)shape[d]);
+    used += (size_t)PyOS_snprintf(text + used, room - used, d + 1 < dimensions ? "%lld, " : dimensions == 1 ? "%lld," : "%lld",
+                                  (long long)shape[d]);
   if (used < room) PyOS_snprintf(text + used, room - used, ")");
 }
 
@@ -164,6 +166,16 @@ static int view_tensor(call *c, const char *name, PyObject *object, dl_tensor *v
   return 0;
 }
 
+static void insert_time_axis(dl_tensor *view, int64_t shape[4], int64_t strides[4]) {
+  for (int d = 0; d < 4; d++) {
+    shape[d] = d == 1 ? 1 : view->shape[d - (d > 1)];
+    strides[d] = d == 1 ? 0 : view->strides[d - (d > 1)];
+  }
+  view->shape = shape;
+  view->strides = strides;
+  view->ndim = 4;
+}
+
 static int read_tensor(call *c, const argument *a, PyObject *object) {
   wkv6_problem *p = &c->problem;
   wkv6_tensor *tensor = (wkv6_tensor *)((char *)p + a->member);
@@ -173,6 +185,9 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
 
   const int dimensions = (int)strlen(a->dimensions);
   int64_t expected[4] = {0}, stride = 1;
+  /* A step's tokens may come without their time axis. */
+  int64_t shape_with_time[4], strides_with_time[4];
+  if (c->one_token && view.ndim == 3 && a->dimensions[1] == 'T') insert_time_axis(&view, shape_with_time, strides_with_time);
   int agrees = view.ndim == dimensions, contiguous = 1;
   for (int d = dimensions - 1; d >= 0; d--) {
     const char letter = a->dimensions[d];
@@ -192,8 +207,8 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
   }
   if (!agrees) {
     char got[160], wanted[160];
-    write_shape(got, sizeof got, view.shape, view.ndim);
-    write_shape(wanted, sizeof wanted, expected, dimensions);
+    write_tuple(got, sizeof got, view.shape, view.ndim);
+    write_tuple(wanted, sizeof wanted, expected, dimensions);
     PyErr_Format(PyExc_ValueError, "%s: shape %s, expected %s", a->name, got, wanted);
     return -1;
   }
@@ -228,6 +243,14 @@ static int read_cu_seqlens(call *c, PyObject *object) {
   return 0;
 }
 
+static void refuse_cu_seqlens(const wkv6_problem *p) {
+  char got[160];
+  const int shown = p->N < 7 ? (int)p->N + 1 : 8;
+  write_tuple(got, sizeof got, p->cu_seqlens, shown);
+  PyErr_Format(PyExc_ValueError, "cu_seqlens: %s%s, expected to start at 0, never decrease and end at T = %lld", got,
+               shown <= p->N ? " and so on" : "", (long long)p->T);
+}
+
 /* Reads (tensors in the table's order, cu_seqlens, scale, flags, segment) into c->problem and checks it all. */
 static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObject *const *args, Py_ssize_t count) {
   if (count != tensors + 4) {
@@ -247,6 +270,10 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
     if (i == 1 && read_cu_seqlens(c, args[tensors])) return -1; /* r has told B */
     if (read_tensor(c, &table[i], args[i])) return -1;
   }
+  if (p->K < 1 || p->V < 1) {
+    PyErr_Format(PyExc_ValueError, "%s: expected at least one channel", p->K < 1 ? "r" : "v");
+    return -1;
+  }
   const char *culprit = "";
   switch (wkv6_check(p, c->device.type == DL_CPU, &culprit)) {
   case WKV6_OK: return 0;
@@ -254,7 +281,7 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
     PyErr_Format(PyExc_TypeError, "%s: dtype does not go with r's: all tensors are float64, or none is", culprit);
     return -1;
   default:
-    PyErr_Format(PyExc_ValueError, "cu_seqlens: expected a non-decreasing sequence from 0 to T = %lld, and B = 1", (long long)p->T);
+    refuse_cu_seqlens(p);
     return -1;
   }
 }
@@ -287,7 +314,7 @@ static PyObject *native_backward(PyObject *module, PyObject *const *args, Py_ssi
 }
 
 static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-  call c = {.state = PyModule_GetState(module)};
+  call c = {.state = PyModule_GetState(module), .one_token = 1};
   if (read_call(&c, step_arguments, COUNT(step_arguments), args, count)) return NULL;
   if (c.problem.T != 1 || c.problem.cu_seqlens) {
     PyErr_SetString(PyExc_ValueError, "r: expected one token (T = 1), without cu_seqlens");

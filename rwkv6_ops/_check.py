@@ -50,27 +50,24 @@ def devices(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name}: on {x.device}, expected {first}'s {given[first].device}")
 
 
-def tokens(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> None:
-    """r, k, w [B, T, H, K], v [B, T, H, V] and u [H, K] fit together."""
+def tokens(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, layout: str = "[B, T, H, K]") -> None:
+    """r, k, w (laid out as `layout`), v (likewise, with V) and u [H, K] fit together."""
     for name, x in (("r", r), ("k", k), ("v", v), ("w", w), ("u", u)):
         is_tensor(name, x)
-    if r.dim() != 4:
-        raise ValueError(f"r: shape {tuple(r.shape)}, expected [B, T, H, K]")
-    batch, length, heads, width = r.shape
-    shape("k", k, (batch, length, heads, width), "r's")
-    if v.dim() != 4 or v.shape[:3] != r.shape[:3]:
-        raise ValueError(f"v: shape {tuple(v.shape)}, expected r's ({batch}, {length}, {heads}, V)")
-    shape("w", w, (batch, length, heads, width), "r's")
-    if tuple(u.shape) != (heads, width):
-        hint = (
-            " (are r, k, v, w [B, H, T, K]? The layout here is [B, T, H, K])"
-            if tuple(u.shape) == (length, width)
-            else ""
-        )
-        raise ValueError(f"u: shape {tuple(u.shape)}, expected r's [H, K] = {(heads, width)}{hint}")
-    if width < 1 or v.shape[3] < 1:
-        name, x = ("r", r) if width < 1 else ("v", v)
-        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected at least one channel")
+    if r.dim() not in [part.count(",") + 1 for part in layout.split(" or ")]:
+        raise ValueError(f"r: shape {tuple(r.shape)}, expected {layout}")
+    shape("k", k, tuple(r.shape), "r's")
+    if v.dim() != r.dim() or v.shape[:-1] != r.shape[:-1]:
+        wanted = ", ".join(map(str, r.shape[:-1]))
+        raise ValueError(f"v: shape {tuple(v.shape)}, expected r's ({wanted}, V)")
+    shape("w", w, tuple(r.shape), "r's")
+    if tuple(u.shape) != tuple(r.shape[-2:]):
+        transposed = r.dim() == 4 and tuple(u.shape) == (r.shape[1], r.shape[3])
+        hint = " (are r, k, v, w [B, H, T, K]? The layout here is [B, T, H, K])" if transposed else ""
+        raise ValueError(f"u: shape {tuple(u.shape)}, expected r's [H, K] = {tuple(r.shape[-2:])}{hint}")
+    for name, x in (("r", r), ("v", v)):
+        if x.shape[-1] < 1:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, expected at least one channel")
 
 
 def cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> None:
@@ -83,20 +80,49 @@ def cu_seqlens(cu_seqlens: Tensor | None, batch: int) -> None:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
     if batch != 1:
-        raise ValueError(
-            f"cu_seqlens: given with r of batch size {batch}, expected batch size 1: the sequences lie end to end"
-        )
+        raise ValueError(f"cu_seqlens: given with batch size {batch}, expected 1: the sequences lie end to end")
 
 
 def state(name: str, x: Tensor | None, sequences: int, r: Tensor, v: Tensor) -> None:
     """`x` is [N, H, K, V], if given."""
-    if x is None:
-        return
-    is_tensor(name, x)
-    shape(name, x, (sequences, r.shape[2], r.shape[3], v.shape[3]), "[N, H, K, V] =")
+    if x is not None:
+        is_tensor(name, x)
+        shape(name, x, (sequences, r.shape[-2], r.shape[-1], v.shape[-1]), "[N, H, K, V] =")
 
 
 def scale(scale: object) -> None:
     """A number."""
     if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"scale: {type(scale).__name__}, expected a number")
+
+
+def operator(r, k, v, w, u, initial_state, cu_seqlens_, scale_) -> None:
+    """All arguments of `wkv6` that are no flags."""
+    scale(scale_)
+    tokens(r, k, v, w, u)
+    cu_seqlens(cu_seqlens_, r.shape[0])
+    sequences = r.shape[0] if cu_seqlens_ is None else cu_seqlens_.shape[0] - 1
+    state("initial_state", initial_state, sequences, r, v)
+    dtypes(r=r, k=k, v=v, w=w, u=u, initial_state=initial_state)
+    devices(r=r, k=k, v=v, w=w, u=u, initial_state=initial_state)
+
+
+def step(r, k, v, w, u, state_, scale_, out) -> None:
+    """All arguments of `wkv6_step_` that are no flags."""
+    scale(scale_)
+    is_tensor("r", r)
+    tokens(r, k, v, w, u, "[B, H, K] or [B, 1, H, K]")
+    if r.dim() == 4 and r.shape[1] != 1:
+        raise ValueError(f"r: shape {tuple(r.shape)}, expected one token: [B, H, K] or [B, 1, H, K]")
+    is_tensor("state", state_)
+    state("state", state_, r.shape[0], r, v)
+    dtypes(r=r, k=k, v=v, w=w, u=u)
+    wanted = torch.float64 if r.dtype == torch.float64 else torch.float32
+    if state_.dtype != wanted:
+        raise TypeError(f"state: dtype {state_.dtype}, expected {wanted}: it is updated in place")
+    if out is not None:
+        is_tensor("out", out)
+        shape("out", out, tuple(v.shape), "v's")
+        if out.dtype != v.dtype:
+            raise TypeError(f"out: dtype {out.dtype}, expected v's {v.dtype}")
+    devices(r=r, k=k, v=v, w=w, u=u, state=state_, out=out)

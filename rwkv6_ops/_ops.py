@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers the C entry points as torch operators and gives them autograd. Outputs are allocated here.
 
-Arguments have passed ``_check``. Three operators: ``rwkv6_ops::wkv6_forward``, ``wkv6_backward``, ``wkv6_step_``. The
-dispatcher costs tens of microseconds a call, so plain eager calls go past it: straight into C, or into an old-style
-autograd.Function. Both ways meet in the same two functions, ``_forward_kernel`` and ``_backward_kernel``.
+Three operators: ``rwkv6_ops::wkv6_forward``, ``wkv6_backward``, ``wkv6_step_``. The dispatcher costs tens of
+microseconds a call, so plain eager calls go past it: straight into C, or into an old-style autograd.Function. Both ways
+meet in the same two functions, ``_forward_kernel`` and ``_backward_kernel``.
 """
 
 from __future__ import annotations
@@ -58,16 +58,28 @@ def _state_shape(r: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
     return (sequences, r.shape[2], r.shape[3], v.shape[3])
 
 
-def _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward pass fills: o, final_state (no elements where not asked for), checkpoints (likewise)."""
-    state = _state_shape(r, v, cu_seqlens)
-    saved = r.shape[0] * r.shape[1] // CHECKPOINT if checkpoint else 0
-    options = {"dtype": _state_dtype(r), "device": r.device}
-    return (
-        torch.empty_like(v, memory_format=torch.contiguous_format),
-        torch.empty(state if output_final_state else (0,), **options),
-        torch.empty((saved, *state[1:]), **options),
-    )
+def _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What the forward pass fills: o, final_state and checkpoints; None for what was not asked for."""
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final_state = checkpoints = None
+    if output_final_state or checkpoint:
+        state, dtype, device = _state_shape(r, v, cu_seqlens), _state_dtype(r), r.device
+        if output_final_state:
+            final_state = torch.empty(state, dtype=dtype, device=device)
+        if checkpoint:
+            saved = r.shape[0] * r.shape[1] // CHECKPOINT
+            checkpoints = torch.empty((saved, *state[1:]), dtype=dtype, device=device)
+    return o, final_state, checkpoints
+
+
+def _allocate_backward(inputs, wanted) -> list[Tensor | None]:
+    """What the backward pass fills, None for what is not wanted."""
+    return [torch.empty_like(x) if want and x is not None else None for x, want in zip(inputs, wanted, strict=True)]
+
+
+def _without_none(r: Tensor, tensors) -> tuple[Tensor, ...]:
+    """An operator may not return None: what is absent becomes a tensor without elements."""
+    return tuple(r.new_empty(0, dtype=_state_dtype(r)) if x is None else x for x in tensors)
 
 
 # ---- Kernels: real tensors in, C called, real tensors out ----
@@ -77,35 +89,20 @@ def _forward_kernel(
     r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint
 ):
     o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
-    _native.forward(
-        r,
-        k,
-        v,
-        w,
-        u,
-        initial_state,
-        o,
-        final_state if output_final_state else None,
-        checkpoints if checkpoint else None,
-        cu_seqlens,
-        scale,
-        _flags(reverse, raw_decay),
-        CHECKPOINT,
-    )
-    return o, final_state, checkpoints
+    outputs = (o, final_state, checkpoints)
+    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, _flags(reverse, raw_decay), CHECKPOINT)
+    return outputs
 
 
 def _backward_kernel(
     r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, wanted
 ):
-    if checkpoints.shape[0] != r.shape[0] * r.shape[1] // CHECKPOINT:  # a forward pass that was told of no gradient
+    if checkpoints.dim() != 4:  # a forward pass that was told of no gradient
         checkpoints = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, scale, False, reverse, raw_decay, True)[
             2
         ]
     inputs = (r, k, v, w, u, initial_state)
-    gradients = [
-        torch.empty_like(x) if want and x is not None else None for x, want in zip(inputs, wanted, strict=True)
-    ]
+    gradients = _allocate_backward(inputs, wanted)
     parts = None
     if gradients[4] is not None:
         sequences, heads, width, _ = _state_shape(r, v, cu_seqlens)
@@ -125,9 +122,12 @@ def _backward_kernel(
     return gradients
 
 
+def _forward_op_kernel(r, *args):
+    return _without_none(r, _forward_kernel(r, *args))
+
+
 def _backward_op_kernel(r, *args):
-    """As an operator it may not return None: unwanted gradients have no elements."""
-    return tuple(r.new_empty(0) if x is None else x for x in _backward_kernel(r, *args))
+    return _without_none(r, _backward_kernel(r, *args))
 
 
 def _step_kernel(r, k, v, w, u, state, scale, raw_decay, out=None):
@@ -137,7 +137,7 @@ def _step_kernel(r, k, v, w, u, state, scale, raw_decay, out=None):
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("wkv6_forward", _forward_kernel, _key)
+    _library.impl("wkv6_forward", _forward_op_kernel, _key)
     _library.impl("wkv6_backward", _backward_op_kernel, _key)
     _library.impl("wkv6_step_", _step_kernel, _key)
 
@@ -147,18 +147,14 @@ for _key in ("CPU", "CUDA"):
 
 @torch.library.register_fake("rwkv6_ops::wkv6_forward", lib=_library)
 def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint):
-    return _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
+    return _without_none(r, _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint))
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_backward", lib=_library)
 def _(
     r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, wanted
 ):
-    inputs = (r, k, v, w, u, initial_state)
-    return tuple(
-        torch.empty_like(x) if want and x is not None else r.new_empty(0)
-        for x, want in zip(inputs, wanted, strict=True)
-    )
+    return _without_none(r, _allocate_backward((r, k, v, w, u, initial_state), wanted))
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_step_", lib=_library)
@@ -216,7 +212,7 @@ class _EagerWKV6(torch.autograd.Function):
         inputs = (r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, True)
         output = _forward_kernel(*inputs)
         _save(ctx, inputs, output)
-        return output[0], output[1] if output_final_state else None
+        return output[0], output[1]
 
     @staticmethod
     @once_differentiable
@@ -247,18 +243,23 @@ class _TransformedWKV6(torch.autograd.Function):
 # ---- Which way a call goes ----
 
 _compiling = torch.compiler.is_compiling
+_tracing = torch.jit.is_tracing
 _dispatch_modes = (
     torch._C._len_torch_dispatch_stack
 )  # FakeTensorMode, selective checkpointing, make_fx, a FLOP counter ...
 _transforms = torch._C._functorch.peek_interpreter_stack  # torch.func.grad, vmap ...
+_any_requires_grad = torch._C._any_requires_grad
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*arguments: Tensor | None) -> bool:
     """True where the dispatcher would find nothing to do but to call autograd and the kernel."""
-    if _compiling() or _dispatch_modes() or _transforms() is not None or torch.jit.is_tracing():
+    if _compiling() or _dispatch_modes() or _transforms() is not None or _tracing():
         return False
-    return all(type(x) in _PLAIN_TYPES for x in tensors)
+    for x in arguments:  # noqa: SIM110 - a generator would cost as much as the rest of this function
+        if type(x) not in _PLAIN_TYPES:
+            return False
+    return True
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -266,27 +267,46 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def wkv6(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-    """The operator on checked arguments: o, and final_state or None."""
+def host_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
+    """As the kernels read it: int64, contiguous, on r's device."""
+    if cu_seqlens is None:
+        return None
+    return cu_seqlens.to(device=r.device, dtype=torch.int64).contiguous()
+
+
+def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
+    """The operator on plain tensors: o, and final_state or None. TypeError or ValueError for what the C core refuses."""
+    cu_seqlens = host_cu_seqlens(cu_seqlens, r)
+    if torch.is_grad_enabled() and _any_requires_grad(r, k, v, w, u, initial_state):
+        return _EagerWKV6.apply(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay)
+    o, final_state, _ = _forward_kernel(
+        r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, False
+    )
+    return o, final_state
+
+
+def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
+    """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
-    options = (cu_seqlens, scale, output_final_state, reverse, raw_decay)
-    if _is_plain(*tensors, cu_seqlens):
-        if needs_gradient(*tensors):
-            return _EagerWKV6.apply(*tensors, *options)
-        o, final_state, _ = _forward_kernel(*tensors, *options, False)
-    elif not _compiling() and _transforms() is not None:
+    options = (host_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
+    if not _compiling() and _transforms() is not None:
         o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, True)
     else:
         o, final_state, _ = _forward_op(*tensors, *options, needs_gradient(*tensors))
     return o, final_state if output_final_state else None
 
 
-def wkv6_step_(r, k, v, w, u, state, scale, raw_decay, out):
-    """One token on checked arguments, `state` updated in place: o."""
-    if not _is_plain(r, k, v, w, u, state, out):
-        o = _step_op(r, k, v, w, u, state, scale, raw_decay)
-        return o if out is None else out.copy_(o)
+def wkv6_step_eager_(r, k, v, w, u, state, scale, raw_decay, out):
+    """One token on plain tensors, `state` updated in place: o. Raises as `wkv6_eager` does."""
     o = _step_kernel(r, k, v, w, u, state, scale, raw_decay, out)
-    written = [x for x in (state, out) if x is not None and not x.is_inference()]
-    torch.autograd.graph.increment_version(written)
+    if not state.is_inference():
+        torch.autograd.graph.increment_version(state)
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
     return o
+
+
+def wkv6_step_dispatched_(r, k, v, w, u, state, scale, raw_decay, out):
+    """One token on checked arguments by way of torch's dispatcher, `state` updated in place: o."""
+    o = _step_op(r, k, v, w, u, state, scale, raw_decay)
+    return o if out is None else out.copy_(o)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import _check, _ops
@@ -99,15 +98,18 @@ def wkv6(
     _check.choice("decay", decay, _DECAYS)
     _check.choice("algorithm", algorithm, _ALGORITHMS)
     _check.choice("precision", precision, _PRECISIONS)
-    _check.scale(scale)
-    _check.tokens(r, k, v, w, u)
-    _check.cu_seqlens(cu_seqlens, r.shape[0])
-    _check.state("initial_state", initial_state, r.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, r, v)
-    _check.dtypes(r=r, k=k, v=v, w=w, u=u, initial_state=initial_state)
-    _check.devices(r=r, k=k, v=v, w=w, u=u, initial_state=initial_state)
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(device=r.device, dtype=torch.int64).contiguous()
-    return _ops.wkv6(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, decay == "raw")
+    tensors = (r, k, v, w, u, initial_state, cu_seqlens)
+    options = (scale, output_final_state, reverse, decay == "raw")
+    refusal = None
+    if _ops.is_plain(*tensors):
+        try:  # the C core checks everything in a microsecond; only what it refuses is worth the words of _check
+            return _ops.wkv6_eager(*tensors, *options)
+        except (TypeError, ValueError, IndexError) as error:
+            refusal = error
+    _check.operator(*tensors, scale)
+    if refusal is not None:
+        raise refusal
+    return _ops.wkv6_dispatched(*tensors, *options)
 
 
 def fused_recurrent_rwkv6(
@@ -340,34 +342,16 @@ def wkv6_step_(
         Autograd would have to record the call: the step has no gradient. Use `wkv6`, or ``torch.no_grad()``.
     """
     _check.choice("decay", decay, _DECAYS)
-    _check.scale(scale)
-    for name, x in (("r", r), ("k", k), ("v", v), ("w", w)):
-        _check.is_tensor(name, x)
-    _check.is_tensor("state", state)
-    without_time = r.dim() == 3
-    if without_time:
-        for name, x in (("k", k), ("v", v), ("w", w)):
-            if x.dim() != 3:
-                raise ValueError(f"{name}: shape {tuple(x.shape)}, expected three dimensions like r's {tuple(r.shape)}")
-        r, k, v, w = (x.unsqueeze(1) for x in (r, k, v, w))
-    _check.tokens(r, k, v, w, u)
-    if r.shape[1] != 1:
-        raise ValueError(f"r: shape {tuple(r.shape)}, expected one token: [B, H, K] or [B, 1, H, K]")
-    _check.state("state", state, r.shape[0], r, v)
-    _check.dtypes(r=r, k=k, v=v, w=w, u=u)
-    _check.devices(r=r, k=k, v=v, w=w, u=u, state=state, out=out)
-    state_dtype = torch.float64 if r.dtype == torch.float64 else torch.float32
-    if state.dtype != state_dtype:
-        raise TypeError(f"state: dtype {state.dtype}, expected {state_dtype}: it is updated in place")
-    if out is not None:
-        _check.is_tensor("out", out)
-        _check.shape("out", out, tuple(v.squeeze(1).shape) if without_time else tuple(v.shape), "v's")
-        if out.dtype != v.dtype:
-            raise TypeError(f"out: dtype {out.dtype}, expected v's {v.dtype}")
-    if _ops.needs_gradient(r, k, v, w, u, state, out):
-        raise RuntimeError("wkv6_step_: has no gradient; use wkv6, or call it under torch.no_grad()")
-    out_with_time = out.unsqueeze(1) if out is not None and without_time else out
-    o = _ops.wkv6_step_(r, k, v, w, u, state, scale, decay == "raw", out_with_time)
-    if out is not None:
-        return out
-    return o.squeeze(1) if without_time else o
+    arguments = (r, k, v, w, u, state, scale, decay == "raw", out)
+    refusal = None
+    if _ops.is_plain(r, k, v, w, u, state, out):
+        if _ops.needs_gradient(r, k, v, w, u, state, out):
+            raise RuntimeError("wkv6_step_: has no gradient; use wkv6, or call it under torch.no_grad()")
+        try:
+            return _ops.wkv6_step_eager_(*arguments)
+        except (TypeError, ValueError) as error:
+            refusal = error
+    _check.step(r, k, v, w, u, state, scale, out)
+    if refusal is not None:
+        raise refusal
+    return _ops.wkv6_step_dispatched_(*arguments)

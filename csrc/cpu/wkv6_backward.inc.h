@@ -129,7 +129,7 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
     }
     UNROLL for (int x = 0; x < rows; x++) {
       const lanes go = broadcast(grad_o[x]), value = broadcast(v[x]);
-      lanes product = load(products + x * LANES);
+      lanes product = broadcast(0);
       UNROLL for (int c = 0; c < columns; c++) {
         sum_k[c] = fma_lanes(g[x][c], value, sum_k[c]);
         sum_w[c] = fma_lanes(g[x][c], load(history + (x * 2 + c) * LANES), sum_w[c]);
@@ -147,22 +147,35 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
   UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(adjoint + (j + x) * b->K_ + i + c * LANES, g[x][c]);
 }
 
-/* All tiles of rows j .. j + rows - 1, and dv of those value channels. */
-INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backward_block *b, int64_t j, real *adjoint) {
-  lanes_integer last_lanes;
-  for (int l = 0; l < LANES; l++) last_lanes[l] = l < K - (b->K_ - LANES) ? -1 : 0;
-  memset(b->products, 0, (size_t)(count * rows * LANES) * sizeof(real));
-  int64_t i = 0;
-  for (; i + 2 * LANES <= K; i += 2 * LANES) backward_tile(rows, 2, 0, last_lanes, count, b, i, j, adjoint);
-  if (i + LANES < K)
-    backward_tile(rows, 2, 1, last_lanes, count, b, i, j, adjoint);
-  else if (i + LANES == K)
-    backward_tile(rows, 1, 0, last_lanes, count, b, i, j, adjoint);
-  else if (i < K)
-    backward_tile(rows, 1, 1, last_lanes, count, b, i, j, adjoint);
+/* One tile, and its part of dv. */
+INLINE void backward_tile_and_sums(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
+                                   const backward_block *b, int64_t i, int64_t j, real *adjoint) {
+  backward_tile(rows, columns, padded, last_lanes, count, b, i, j, adjoint);
   for (int64_t m = 0; m < count * rows; m += LANES) store(b->sums + m, row_sums(b->products + m * LANES));
   for (int64_t t = 0; t < count; t++)
-    for (int x = 0; x < rows; x++) b->grad_v[t * b->V_ + j + x] += b->sums[t * rows + x];
+    UNROLL for (int x = 0; x < rows; x++) b->grad_v[t * b->V_ + j + x] += b->sums[t * rows + x];
+}
+
+/* All tiles of one column of them: the channels' rows of r, k, d, dr, dk and dw stay in the nearest cache. */
+INLINE void backward_columns(const int columns, const int padded, lanes_integer last_lanes, int64_t count, int64_t V,
+                             const backward_block *b, int64_t i, real *adjoint) {
+  int64_t j = 0;
+  NO_UNROLL for (; j + TILE_ROWS <= V; j += TILE_ROWS)
+    backward_tile_and_sums(TILE_ROWS, columns, padded, last_lanes, count, b, i, j, adjoint);
+  NO_UNROLL for (; j < V; j++) backward_tile_and_sums(1, columns, padded, last_lanes, count, b, i, j, adjoint);
+}
+
+static void backward_tiles(const wkv6_problem *p, int64_t count, const backward_block *b, real *adjoint) {
+  lanes_integer last_lanes;
+  for (int l = 0; l < LANES; l++) last_lanes[l] = l < p->K - (b->K_ - LANES) ? -1 : 0;
+  int64_t i = 0;
+  for (; i + 2 * LANES <= p->K; i += 2 * LANES) backward_columns(2, 0, last_lanes, count, p->V, b, i, adjoint);
+  if (i + LANES < p->K)
+    backward_columns(2, 1, last_lanes, count, p->V, b, i, adjoint);
+  else if (i + LANES == p->K)
+    backward_columns(1, 0, last_lanes, count, p->V, b, i, adjoint);
+  else if (i < p->K)
+    backward_columns(1, 1, last_lanes, count, p->V, b, i, adjoint);
 }
 
 /* What is still to be multiplied into dr and dw, and out with everything. */
@@ -206,9 +219,7 @@ static void backward(const wkv6_problem *p, const wkv6_work *work, void *scratch
       else
         load_state_transposed(p, &b, &p->initial_state, n, h, b.state);
       backward_load(p, &b, &s, h, t, count, b.rest + (h - work->head) * b.K_);
-      int64_t j = 0;
-      for (; j + TILE_ROWS <= p->V; j += TILE_ROWS) backward_rows(TILE_ROWS, count, p->K, &b, j, adjoint);
-      for (; j < p->V; j++) backward_rows(1, count, p->K, &b, j, adjoint);
+      backward_tiles(p, count, &b, adjoint);
       backward_store(p, &b, &s, n, h, t, count);
     }
   }
