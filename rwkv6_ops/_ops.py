@@ -16,7 +16,7 @@ from . import _native
 
 # Tokens from one saved state to the next. A trade: the saved states take K * V / CHECKPOINT numbers a token and head,
 # and the backward pass recomputes this many states at a time, in the nearest cache.
-CHECKPOINT = 32
+CHECKPOINT = 64
 
 _NO_DOUBLE_BACKWARD = (
     "rwkv6_ops: the operator has first derivatives only; it was asked for a derivative of its gradients"

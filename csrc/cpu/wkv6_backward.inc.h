@@ -9,6 +9,9 @@
  * dw comes from G and S at the same token, so nothing cancels however strong the decay.
  */
 
+/* Tokens that a tile is walked through at a time: all that one row of tiles touches then fits a first-level cache of 48 KB. */
+#define BACKWARD_BLOCK 16
+
 /* A segment of one head. K_ and V_ as in the forward pass. */
 typedef struct {
   int64_t K_, V_;
@@ -17,27 +20,27 @@ typedef struct {
   real *grad_r, *grad_k, *grad_w;  /* [tokens][K_] dr / scale, dk, dw / d */
   real *grad_v;                    /* [tokens][V_] */
   real *u, *grad_u;                /* [K_] */
-  real *state, *natural;           /* [V_][K_] at the segment's start; [K_][V_], on the way to or from a transposed one */
-  real *history;                   /* [tokens][TILE_ROWS][2 * LANES] one tile of the state before each token */
-  real *products;                  /* [tokens][rows][LANES] G k of one row of tiles, to be summed over lanes */
-  real *sums;                      /* [tokens][rows] those sums */
+  real *states, *natural;          /* [blocks][V_][K_] before each block; [K_][V_], on the way to or from a transposed one */
+  real *history;                   /* [BACKWARD_BLOCK][TILE_ROWS][2 * LANES] one tile of the state before each token */
+  real *products;                  /* [BACKWARD_BLOCK][rows][LANES] G k of one row of tiles, to be summed over lanes */
+  real *sums;                      /* [BACKWARD_BLOCK][rows] those sums */
   real *rest;                      /* [heads][K_] */
   real *adjoint;                   /* [heads][V_][K_] G at the segment's end, then at its start */
 } backward_block;
 
 static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
   backward_block b = {.K_ = round_up(p->K, LANES), .V_ = round_up(p->V, LANES)};
-  const int64_t L = p->T < p->segment ? p->T : p->segment, tile_rows = round_up(L * TILE_ROWS, LANES);
+  const int64_t L = smaller(p->T, p->segment), blocks = (L + BACKWARD_BLOCK - 1) / BACKWARD_BLOCK;
   real **const of_K[] = {&b.r, &b.k, &b.d, &b.w, &b.grad_r, &b.grad_k, &b.grad_w}, **const of_V[] = {&b.v, &b.grad_o, &b.grad_v};
   for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, L * b.K_);
   for (size_t i = 0; i < sizeof of_V / sizeof *of_V; i++) *of_V[i] = take(scratch, L * b.V_);
   b.u = take(scratch, b.K_);
   b.grad_u = take(scratch, b.K_);
-  b.state = take(scratch, b.V_ * b.K_);
+  b.states = take(scratch, blocks * b.V_ * b.K_);
   b.natural = take(scratch, b.K_ * b.V_);
-  b.history = take(scratch, L * TILE_ROWS * 2 * LANES);
-  b.products = take(scratch, tile_rows * LANES);
-  b.sums = take(scratch, tile_rows);
+  b.history = take(scratch, BACKWARD_BLOCK * TILE_ROWS * 2 * LANES);
+  b.products = take(scratch, BACKWARD_BLOCK * TILE_ROWS * LANES);
+  b.sums = take(scratch, BACKWARD_BLOCK * TILE_ROWS);
   b.rest = take(scratch, heads * b.K_);
   b.adjoint = take(scratch, heads * b.V_ * b.K_);
   return b;
@@ -94,12 +97,41 @@ static void backward_load(const wkv6_problem *p, const backward_block *b, const 
   }
 }
 
-/* The equations on the tile of `rows` rows from j and `columns` vectors from i, for the whole segment. `last_lanes` selects the lanes of
- * the tile's last vector that belong to the state, if `padded`: in the padding zeros meet infinities. */
-INLINE void backward_tile(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
-                          const backward_block *b, int64_t i, int64_t j, real *adjoint) {
+/* (2) on a tile of the transposed state through a whole block: `after` = the state behind it. */
+INLINE void advance_tile(const int rows, const int columns, const backward_block *b, int64_t i, int64_t j, const real *before,
+                         real *after) {
   lanes s[TILE_ROWS][2];
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) s[x][c] = load(b->state + (j + x) * b->K_ + i + c * LANES);
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) s[x][c] = load(before + (j + x) * b->K_ + i + c * LANES);
+  NO_UNROLL for (int64_t t = 0; t < BACKWARD_BLOCK; t++) {
+    const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j;
+    UNROLL for (int x = 0; x < rows; x++) {
+      const lanes value = broadcast(v[x]);
+      UNROLL for (int c = 0; c < columns; c++) s[x][c] = fma_lanes(load(d + c * LANES), s[x][c], load(k + c * LANES) * value);
+    }
+  }
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(after + (j + x) * b->K_ + i + c * LANES, s[x][c]);
+}
+
+static void advance(const wkv6_problem *p, const backward_block *b, const real *before, real *after) {
+  for (int64_t i = 0; i < b->K_;) {
+    int64_t j = 0;
+    if (i + 2 * LANES <= b->K_) {
+      for (; j + TILE_ROWS <= p->V; j += TILE_ROWS) advance_tile(TILE_ROWS, 2, b, i, j, before, after);
+      for (; j < p->V; j++) advance_tile(1, 2, b, i, j, before, after);
+      i += 2 * LANES;
+    } else {
+      for (; j < p->V; j++) advance_tile(1, 1, b, i, j, before, after);
+      i += LANES;
+    }
+  }
+}
+
+/* The equations on the tile of `rows` rows from j and `columns` vectors from i, through a block. `last_lanes` selects the lanes of the
+ * tile's last vector that belong to the state, if `padded`: in the padding zeros meet infinities. */
+INLINE void backward_tile(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
+                          const backward_block *b, int64_t i, int64_t j, const real *state, real *adjoint) {
+  lanes s[TILE_ROWS][2];
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) s[x][c] = load(state + (j + x) * b->K_ + i + c * LANES);
   NO_UNROLL for (int64_t t = 0; t < count; t++) { /* (2), and the state's part of (3) */
     const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j;
     real *grad_r = b->grad_r + t * b->K_ + i, *history = b->history + t * TILE_ROWS * 2 * LANES;
@@ -129,7 +161,7 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
     }
     UNROLL for (int x = 0; x < rows; x++) {
       const lanes go = broadcast(grad_o[x]), value = broadcast(v[x]);
-      lanes product = broadcast(0);
+      lanes product = load(products + x * LANES);
       UNROLL for (int c = 0; c < columns; c++) {
         sum_k[c] = fma_lanes(g[x][c], value, sum_k[c]);
         sum_w[c] = fma_lanes(g[x][c], load(history + (x * 2 + c) * LANES), sum_w[c]);
@@ -147,35 +179,50 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
   UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(adjoint + (j + x) * b->K_ + i + c * LANES, g[x][c]);
 }
 
-/* One tile, and its part of dv. */
-INLINE void backward_tile_and_sums(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
-                                   const backward_block *b, int64_t i, int64_t j, real *adjoint) {
-  backward_tile(rows, columns, padded, last_lanes, count, b, i, j, adjoint);
+/* All tiles of rows j .. j + rows - 1, and dv of those value channels. */
+INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backward_block *b, int64_t j, const real *state,
+                          real *adjoint) {
+  lanes_integer last_lanes;
+  for (int l = 0; l < LANES; l++) last_lanes[l] = l < K - (b->K_ - LANES) ? -1 : 0;
+  memset(b->products, 0, (size_t)(count * rows * LANES) * sizeof(real));
+  int64_t i = 0;
+  for (; i + 2 * LANES <= K; i += 2 * LANES) backward_tile(rows, 2, 0, last_lanes, count, b, i, j, state, adjoint);
+  if (i + LANES < K)
+    backward_tile(rows, 2, 1, last_lanes, count, b, i, j, state, adjoint);
+  else if (i + LANES == K)
+    backward_tile(rows, 1, 0, last_lanes, count, b, i, j, state, adjoint);
+  else if (i < K)
+    backward_tile(rows, 1, 1, last_lanes, count, b, i, j, state, adjoint);
   for (int64_t m = 0; m < count * rows; m += LANES) store(b->sums + m, row_sums(b->products + m * LANES));
   for (int64_t t = 0; t < count; t++)
-    UNROLL for (int x = 0; x < rows; x++) b->grad_v[t * b->V_ + j + x] += b->sums[t * rows + x];
+    for (int x = 0; x < rows; x++) b->grad_v[t * b->V_ + j + x] += b->sums[t * rows + x];
 }
 
-/* All tiles of one column of them: the channels' rows of r, k, d, dr, dk and dw stay in the nearest cache. */
-INLINE void backward_columns(const int columns, const int padded, lanes_integer last_lanes, int64_t count, int64_t V,
-                             const backward_block *b, int64_t i, real *adjoint) {
-  int64_t j = 0;
-  NO_UNROLL for (; j + TILE_ROWS <= V; j += TILE_ROWS)
-    backward_tile_and_sums(TILE_ROWS, columns, padded, last_lanes, count, b, i, j, adjoint);
-  NO_UNROLL for (; j < V; j++) backward_tile_and_sums(1, columns, padded, last_lanes, count, b, i, j, adjoint);
+/* The part of a segment from token t on. */
+static backward_block from_token(const backward_block *b, int64_t t) {
+  backward_block part = *b;
+  real **const of_K[] = {&part.r, &part.k, &part.d, &part.grad_r, &part.grad_k, &part.grad_w};
+  real **const of_V[] = {&part.v, &part.grad_o, &part.grad_v};
+  for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] += t * b->K_;
+  for (size_t i = 0; i < sizeof of_V / sizeof *of_V; i++) *of_V[i] += t * b->V_;
+  return part;
 }
 
-static void backward_tiles(const wkv6_problem *p, int64_t count, const backward_block *b, real *adjoint) {
-  lanes_integer last_lanes;
-  for (int l = 0; l < LANES; l++) last_lanes[l] = l < p->K - (b->K_ - LANES) ? -1 : 0;
-  int64_t i = 0;
-  for (; i + 2 * LANES <= p->K; i += 2 * LANES) backward_columns(2, 0, last_lanes, count, p->V, b, i, adjoint);
-  if (i + LANES < p->K)
-    backward_columns(2, 1, last_lanes, count, p->V, b, i, adjoint);
-  else if (i + LANES == p->K)
-    backward_columns(1, 0, last_lanes, count, p->V, b, i, adjoint);
-  else if (i < p->K)
-    backward_columns(1, 1, last_lanes, count, p->V, b, i, adjoint);
+/* A loaded segment of `count` tokens: forward from block to block, then each block's equations from the last to the first. */
+static void backward_segment(const wkv6_problem *p, const backward_block *b, int64_t count, real *adjoint) {
+  const int64_t state_size = b->V_ * b->K_, blocks = (count + BACKWARD_BLOCK - 1) / BACKWARD_BLOCK;
+  for (int64_t c = 0; c + 1 < blocks; c++) {
+    const backward_block block = from_token(b, c * BACKWARD_BLOCK);
+    advance(p, &block, b->states + c * state_size, b->states + (c + 1) * state_size);
+  }
+  for (int64_t c = blocks; c-- > 0;) {
+    const backward_block block = from_token(b, c * BACKWARD_BLOCK);
+    const int64_t tokens = c + 1 < blocks ? BACKWARD_BLOCK : count - c * BACKWARD_BLOCK;
+    const real *state = b->states + c * state_size;
+    int64_t j = 0;
+    for (; j + TILE_ROWS <= p->V; j += TILE_ROWS) backward_rows(TILE_ROWS, tokens, p->K, &block, j, state, adjoint);
+    for (; j < p->V; j++) backward_rows(1, tokens, p->K, &block, j, state, adjoint);
+  }
 }
 
 /* What is still to be multiplied into dr and dw, and out with everything. */
@@ -211,15 +258,15 @@ static void backward(const wkv6_problem *p, const wkv6_work *work, void *scratch
       memset((real *)p->grad_u_parts.data + (n * p->H + h) * p->K, 0, (size_t)p->K * sizeof(real));
   }
   for (int64_t c = (s.length + p->segment - 1) / p->segment; c-- > 0;) {
-    const int64_t t = c * p->segment, count = s.length - t < p->segment ? s.length - t : p->segment;
+    const int64_t t = c * p->segment, count = smaller(s.length - t, p->segment);
     for (int64_t h = work->head; h < work->head_end; h++) {
       real *adjoint = b.adjoint + (h - work->head) * b.V_ * b.K_;
       if (c > 0)
-        load_state_transposed(p, &b, &p->checkpoints, wkv6_checkpoint(p, first, c), h, b.state);
+        load_state_transposed(p, &b, &p->checkpoints, wkv6_checkpoint(p, first, c), h, b.states);
       else
-        load_state_transposed(p, &b, &p->initial_state, n, h, b.state);
+        load_state_transposed(p, &b, &p->initial_state, n, h, b.states);
       backward_load(p, &b, &s, h, t, count, b.rest + (h - work->head) * b.K_);
-      backward_tiles(p, count, &b, adjoint);
+      backward_segment(p, &b, count, adjoint);
       backward_store(p, &b, &s, n, h, t, count);
     }
   }

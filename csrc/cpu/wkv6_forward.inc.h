@@ -2,15 +2,18 @@
  *
  * Forward pass, recurrent form: equations (1) and (2) of docs/wkv6.md, token by token, three operations an element of the state.
  *
- * The state never moves: a tile of TILE_ROWS x 2 vectors of it stays in registers for a whole segment of tokens, so what is loaded a
+ * The state never moves: a tile of TILE_ROWS x 2 vectors of it stays in registers for a whole block of tokens, so what is loaded a
  * token is a few numbers of r, k, v, d and the partial o. Lanes run over V and the rows i are summed in order, so o does not depend on
  * the vector length, the tiling or the number of threads, except for the one sum r.(u k).
- * Loops: segments, then the heads, then tiles. The tokens' rows lie H * K apart in memory: all heads of a few tokens touch fewer pages
+ * Loops: blocks of tokens, then the heads, then tiles. The tokens' rows lie H * K apart in memory: all heads of a few tokens touch fewer pages
  * than all tokens of one head.
  */
 #define TILE_ROWS 4
 
-/* A segment of one head as contiguous reals; K_ and V_ are K and V rounded up to whole vectors. */
+/* Tokens that a tile is walked through at a time: what one column of tiles reads then fits the first-level cache. */
+#define FORWARD_BLOCK 32
+
+/* A block of tokens of one head as contiguous reals; K_ and V_ are K and V rounded up to whole vectors. */
 typedef struct {
   int64_t K_, V_;
   real *r, *k, *d; /* [tokens][K_] scale * r, k and the decay factors; r's and k's padding is 0 */
@@ -19,6 +22,8 @@ typedef struct {
   real *rest;      /* [heads][K_] see wkv6_decay.inc.h */
   real *state;     /* [heads][K][V_] */
 } forward_block;
+
+INLINE int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -31,7 +36,7 @@ static real *take(char **scratch, int64_t count) {
 
 static forward_block forward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
   forward_block b = {.K_ = round_up(p->K, LANES), .V_ = round_up(p->V, LANES)};
-  const int64_t L = p->T < p->segment ? p->T : p->segment;
+  const int64_t L = smaller(p->T, FORWARD_BLOCK);
   b.r = take(scratch, L * b.K_);
   b.k = take(scratch, L * b.K_);
   b.d = take(scratch, L * b.K_);
@@ -134,11 +139,12 @@ static void forward(const wkv6_problem *p, const wkv6_work *work, void *scratch)
 
   for (int64_t h = work->head; h < work->head_end; h++)
     load_state(b.state + (h - work->head) * K * b.V_, b.V_, &part.initial_state, work->n, h, K, width);
-  for (int64_t t = 0; t < s.length; t += p->segment) {
-    const int64_t count = s.length - t < p->segment ? s.length - t : p->segment;
+  for (int64_t t = 0, count; t < s.length; t += count) {
+    const int64_t into_segment = t % p->segment;
+    count = smaller(smaller(FORWARD_BLOCK, p->segment - into_segment), s.length - t);
     for (int64_t h = work->head; h < work->head_end; h++) {
       real *state = b.state + (h - work->head) * K * b.V_;
-      if (t > 0) store_state(&part.checkpoints, wkv6_checkpoint(p, first, t / p->segment), h, K, width, state, b.V_);
+      if (t > 0 && into_segment == 0) store_state(&part.checkpoints, wkv6_checkpoint(p, first, t / p->segment), h, K, width, state, b.V_);
       forward_load(&part, &b, &s, h, t, count, b.rest + (h - work->head) * b.K_);
       int64_t j = 0;
       for (; j + 2 * LANES <= b.V_; j += 2 * LANES) forward_columns(2, count, K, &b, state, j);
