@@ -76,7 +76,8 @@ static void backward_load(const wkv6_problem *p, const backward_block *b, const 
   memset(b->grad_u, 0, (size_t)b->K_ * sizeof(real));
   memset(b->grad_w, 0, (size_t)(count * b->K_) * sizeof(real));
   const lanes scale = broadcast((real)p->scale);
-  for (int64_t i = count; i-- > 0;) { /* the last token first: the rests of the decays pass from one segment to the one before it */
+  /* The last token first: the rests of the decays pass from one segment to the one before it. */
+  for (int64_t i = count; i-- > 0;) {
     real *r = b->r + i * b->K_, *grad_r = b->grad_r + i * b->K_, *grad_k = b->grad_k + i * b->K_;
     const real *k = b->k + i * b->K_, *v = b->v + i * b->V_, *grad_o = b->grad_o + i * b->V_;
     decay_row(b->w + i * b->K_, b->d + i * b->K_, rest, b->K_, p->flags & WKV6_RAW_DECAY);
@@ -101,7 +102,7 @@ static void backward_load(const wkv6_problem *p, const backward_block *b, const 
 INLINE void advance_tile(const int rows, const int columns, const backward_block *b, int64_t i, int64_t j, const real *before,
                          real *after) {
   lanes s[TILE_ROWS][2];
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) s[x][c] = load(before + (j + x) * b->K_ + i + c * LANES);
+  load_tile(rows, columns, s, before + j * b->K_ + i, b->K_);
   NO_UNROLL for (int64_t t = 0; t < BACKWARD_BLOCK; t++) {
     const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j;
     UNROLL for (int x = 0; x < rows; x++) {
@@ -109,7 +110,7 @@ INLINE void advance_tile(const int rows, const int columns, const backward_block
       UNROLL for (int c = 0; c < columns; c++) s[x][c] = fma_lanes(load(d + c * LANES), s[x][c], load(k + c * LANES) * value);
     }
   }
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(after + (j + x) * b->K_ + i + c * LANES, s[x][c]);
+  store_tile(rows, columns, s, after + j * b->K_ + i, b->K_);
 }
 
 static void advance(const wkv6_problem *p, const backward_block *b, const real *before, real *after) {
@@ -131,7 +132,7 @@ static void advance(const wkv6_problem *p, const backward_block *b, const real *
 INLINE void backward_tile(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
                           const backward_block *b, int64_t i, int64_t j, const real *state, real *adjoint) {
   lanes s[TILE_ROWS][2];
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) s[x][c] = load(state + (j + x) * b->K_ + i + c * LANES);
+  load_tile(rows, columns, s, state + j * b->K_ + i, b->K_);
   NO_UNROLL for (int64_t t = 0; t < count; t++) { /* (2), and the state's part of (3) */
     const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j;
     real *grad_r = b->grad_r + t * b->K_ + i, *history = b->history + t * TILE_ROWS * 2 * LANES;
@@ -149,7 +150,7 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
   }
 
   lanes g[TILE_ROWS][2];
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) g[x][c] = load(adjoint + (j + x) * b->K_ + i + c * LANES);
+  load_tile(rows, columns, g, adjoint + j * b->K_ + i, b->K_);
   NO_UNROLL for (int64_t t = count; t-- > 0;) { /* (4) to (7) */
     const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *r = b->r + t * b->K_ + i;
     const real *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j, *history = b->history + t * TILE_ROWS * 2 * LANES;
@@ -176,7 +177,7 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
       store(grad_w + c * LANES, sum_w[c]);
     }
   }
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(adjoint + (j + x) * b->K_ + i + c * LANES, g[x][c]);
+  store_tile(rows, columns, g, adjoint + j * b->K_ + i, b->K_);
 }
 
 /* All tiles of rows j .. j + rows - 1, and dv of those value channels. */

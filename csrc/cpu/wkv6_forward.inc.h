@@ -79,11 +79,24 @@ static void forward_load(const wkv6_problem *p, const forward_block *b, const se
   }
 }
 
+/* A tile of `rows` x `columns` vectors, to and from memory whose rows are `stride` apart. */
+INLINE void load_tile(const int rows, const int columns, lanes tile[TILE_ROWS][2], const real *from, int64_t stride) {
+  UNROLL for (int i = 0; i < rows; i++) {
+    UNROLL for (int c = 0; c < columns; c++) tile[i][c] = load(from + i * stride + c * LANES);
+  }
+}
+
+INLINE void store_tile(const int rows, const int columns, lanes tile[TILE_ROWS][2], real *to, int64_t stride) {
+  UNROLL for (int i = 0; i < rows; i++) {
+    UNROLL for (int c = 0; c < columns; c++) store(to + i * stride + c * LANES, tile[i][c]);
+  }
+}
+
 /* Equations (1) and (2) on `rows` x `columns` vectors of the state, for `count` tokens; all pointers at the tile. */
 INLINE void forward_tile(const int rows, const int columns, int64_t count, const forward_block *b, const real *r, const real *k,
                          const real *d, const real *v, real *o, real *state) {
   lanes s[TILE_ROWS][2];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int c = 0; c < columns; c++) s[i][c] = load(state + i * b->V_ + c * LANES);
+  load_tile(rows, columns, s, state, b->V_);
   NO_UNROLL for (int64_t t = 0; t < count; t++, r += b->K_, k += b->K_, d += b->K_, v += b->V_, o += b->V_) {
     lanes sum[2], value[2];
     UNROLL for (int c = 0; c < columns; c++) {
@@ -99,7 +112,7 @@ INLINE void forward_tile(const int rows, const int columns, int64_t count, const
     }
     UNROLL for (int c = 0; c < columns; c++) store(o + c * LANES, sum[c]);
   }
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int c = 0; c < columns; c++) store(state + i * b->V_ + c * LANES, s[i][c]);
+  store_tile(rows, columns, s, state, b->V_);
 }
 
 /* All rows of one column of tiles. */
