@@ -12,8 +12,8 @@ from recall import CHANCE, OLD, RecallRun
 from text import TextRun
 
 matplotlib.use("Agg")  # a file, on machines without a display too
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 OURS, LOOP, TRUE_LOOP, GREY = "#1b6ca8", "#d1495b", "#edae49", "#8a8f98"
 HF_GRADIENTS = "HF loop (state detached)"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -18,7 +19,8 @@ class Progress:
 
     def show(self, text: str) -> None:
         if self._terminal:
-            print(f"\r\x1b[K{text}", end="", flush=True)
+            # A line that wraps could not be overwritten.
+            print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
         elif time.perf_counter() - self._printed >= _PLAIN_SECONDS:
             print(text, flush=True)
             self._printed = time.perf_counter()

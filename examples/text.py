@@ -170,7 +170,7 @@ def train_text(corpus: Corpus, settings: TextSettings, wkv: Callable) -> TextRun
 def _line(run: TextRun, settings: TextSettings, smooth: float) -> str:
     return (
         f"step {run.train[-1][0]}/{settings.steps}  train {smooth:.3f}  validation {run.validation[-1][1]:.3f} nats  "
-        f"{1e3 * run.step_seconds:.0f} ms a step, {100 * run.operator_share:.0f} % in the operator"
+        f"{1e3 * run.step_seconds:.0f} ms a step, {100 * run.operator_share:.0f} % operator"
     )
 
 
