@@ -103,7 +103,7 @@ class GgmlWKV6:
 
     def set(self, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor) -> None:
         """Copy a problem in, laid out as for `rwkv6_ops.wkv6` with decay="log"."""
-        for name, x in dict(r=r, k=k, v=v, decay=w.exp(), u=u, state=state).items():
+        for name, x in {"r": r, "k": k, "v": v, "decay": w.exp(), "u": u, "state": state}.items():
             self._values(self._inputs[name], x.numel())[:] = x.detach().float().flatten().numpy()
 
     def run(self, threads: int) -> None:
