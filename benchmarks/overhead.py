@@ -69,7 +69,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print(machine_line(machine()) + "\n\nMicroseconds a call, least and median")
-    for name, timing in interleaved(calls(), rounds=15).items():
+    for name, timing in interleaved(calls(), rounds=100, sample_seconds=0.001).items():
         print(f"{name:46s}{1e6 * timing.min:8.2f}{1e6 * timing.median:8.2f}")
 
 

@@ -53,7 +53,10 @@ def interleaved(
     repeats, samples = {}, {name: [] for name in calls}
     for name, call in calls.items():
         call()  # caches, page faults and lazy imports
-        repeats[name] = max(1, min(1000, round(sample_seconds / max(_seconds(call, 1), 1e-7))))
+        once = _seconds(call, 1)
+        if once < sample_seconds:
+            once = min(once, *(_seconds(call, 1) for _ in range(5)))
+        repeats[name] = max(1, round(sample_seconds / max(once, 1e-7)))
     end = time.perf_counter() + budget_seconds
     for n in range(rounds):
         if n >= 2 and time.perf_counter() > end:
