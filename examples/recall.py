@@ -37,7 +37,7 @@ class RecallSettings:
     batch: int = 16
     length: int = 128
     steps: int = 300
-    seconds: float = 60.0
+    seconds: float = 60.0  # ends training early where the machine is slow
     learning_rate: float = 1e-2
     warmup: int = 30
     weight_decay: float = 0.01
