@@ -71,50 +71,50 @@ static int32_t dtype_of(dl_dtype dtype) {
 typedef struct {
   const char *name, *dimensions;
   size_t member; /* offset in wkv6_problem */
-  int optional, contiguous;
+  enum { PLAIN = 0, OPTIONAL = 1, CONTIGUOUS = 2, WRITTEN = 4 } is;
 } argument;
 
 #define MEMBER(m) offsetof(wkv6_problem, m)
 
 static const argument forward_arguments[] = {
-    {"r", "BTHK", MEMBER(r), 0, 0},
-    {"k", "BTHK", MEMBER(k), 0, 0},
-    {"v", "BTHV", MEMBER(v), 0, 0},
-    {"w", "BTHK", MEMBER(w), 0, 0},
-    {"u", "HK", MEMBER(u), 0, 0},
-    {"initial_state", "NHKV", MEMBER(initial_state), 1, 0},
-    {"o", "BTHV", MEMBER(o), 0, 0},
-    {"final_state", "NHKV", MEMBER(final_state), 1, 0},
-    {"checkpoints", "SHKV", MEMBER(checkpoints), 1, 1},
+    {"r", "BTHK", MEMBER(r), PLAIN},
+    {"k", "BTHK", MEMBER(k), PLAIN},
+    {"v", "BTHV", MEMBER(v), PLAIN},
+    {"w", "BTHK", MEMBER(w), PLAIN},
+    {"u", "HK", MEMBER(u), PLAIN},
+    {"initial_state", "NHKV", MEMBER(initial_state), OPTIONAL},
+    {"o", "BTHV", MEMBER(o), WRITTEN},
+    {"final_state", "NHKV", MEMBER(final_state), OPTIONAL | WRITTEN},
+    {"checkpoints", "SHKV", MEMBER(checkpoints), OPTIONAL | CONTIGUOUS | WRITTEN},
 };
 
 static const argument backward_arguments[] = {
-    {"r", "BTHK", MEMBER(r), 0, 0},
-    {"k", "BTHK", MEMBER(k), 0, 0},
-    {"v", "BTHV", MEMBER(v), 0, 0},
-    {"w", "BTHK", MEMBER(w), 0, 0},
-    {"u", "HK", MEMBER(u), 0, 0},
-    {"initial_state", "NHKV", MEMBER(initial_state), 1, 0},
-    {"checkpoints", "SHKV", MEMBER(checkpoints), 0, 1},
-    {"grad_o", "BTHV", MEMBER(grad_o), 1, 0},
-    {"grad_final_state", "NHKV", MEMBER(grad_final_state), 1, 0},
-    {"grad_r", "BTHK", MEMBER(grad_r), 1, 0},
-    {"grad_k", "BTHK", MEMBER(grad_k), 1, 0},
-    {"grad_v", "BTHV", MEMBER(grad_v), 1, 0},
-    {"grad_w", "BTHK", MEMBER(grad_w), 1, 0},
-    {"grad_u", "HK", MEMBER(grad_u), 1, 0},
-    {"grad_initial_state", "NHKV", MEMBER(grad_initial_state), 1, 0},
-    {"grad_u_parts", "NHK", MEMBER(grad_u_parts), 1, 1},
+    {"r", "BTHK", MEMBER(r), PLAIN},
+    {"k", "BTHK", MEMBER(k), PLAIN},
+    {"v", "BTHV", MEMBER(v), PLAIN},
+    {"w", "BTHK", MEMBER(w), PLAIN},
+    {"u", "HK", MEMBER(u), PLAIN},
+    {"initial_state", "NHKV", MEMBER(initial_state), OPTIONAL},
+    {"checkpoints", "SHKV", MEMBER(checkpoints), CONTIGUOUS},
+    {"grad_o", "BTHV", MEMBER(grad_o), OPTIONAL},
+    {"grad_final_state", "NHKV", MEMBER(grad_final_state), OPTIONAL},
+    {"grad_r", "BTHK", MEMBER(grad_r), OPTIONAL | WRITTEN},
+    {"grad_k", "BTHK", MEMBER(grad_k), OPTIONAL | WRITTEN},
+    {"grad_v", "BTHV", MEMBER(grad_v), OPTIONAL | WRITTEN},
+    {"grad_w", "BTHK", MEMBER(grad_w), OPTIONAL | WRITTEN},
+    {"grad_u", "HK", MEMBER(grad_u), OPTIONAL | WRITTEN},
+    {"grad_initial_state", "NHKV", MEMBER(grad_initial_state), OPTIONAL | WRITTEN},
+    {"grad_u_parts", "NHK", MEMBER(grad_u_parts), OPTIONAL | CONTIGUOUS | WRITTEN},
 };
 
 static const argument step_arguments[] = {
-    {"r", "BTHK", MEMBER(r), 0, 0},
-    {"k", "BTHK", MEMBER(k), 0, 0},
-    {"v", "BTHV", MEMBER(v), 0, 0},
-    {"w", "BTHK", MEMBER(w), 0, 0},
-    {"u", "HK", MEMBER(u), 0, 0},
-    {"state", "NHKV", MEMBER(final_state), 0, 0},
-    {"o", "BTHV", MEMBER(o), 0, 0},
+    {"r", "BTHK", MEMBER(r), PLAIN},
+    {"k", "BTHK", MEMBER(k), PLAIN},
+    {"v", "BTHV", MEMBER(v), PLAIN},
+    {"w", "BTHK", MEMBER(w), PLAIN},
+    {"u", "HK", MEMBER(u), PLAIN},
+    {"state", "NHKV", MEMBER(final_state), WRITTEN},
+    {"o", "BTHV", MEMBER(o), WRITTEN},
 };
 
 #define COUNT(table) ((Py_ssize_t)(sizeof(table) / sizeof *(table)))
@@ -179,7 +179,7 @@ static void insert_time_axis(dl_tensor *view, int64_t shape[4], int64_t strides[
 static int read_tensor(call *c, const argument *a, PyObject *object) {
   wkv6_problem *p = &c->problem;
   wkv6_tensor *tensor = (wkv6_tensor *)((char *)p + a->member);
-  if (object == Py_None && a->optional) return 0; /* dtype stays WKV6_ABSENT */
+  if (object == Py_None && (a->is & OPTIONAL)) return 0; /* dtype stays WKV6_ABSENT */
   dl_tensor view;
   if (view_tensor(c, a->name, object, &view)) return -1;
 
@@ -188,7 +188,7 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
   /* A step's tokens may come without their time axis. */
   int64_t shape_with_time[4], strides_with_time[4];
   if (c->one_token && view.ndim == 3 && a->dimensions[1] == 'T') insert_time_axis(&view, shape_with_time, strides_with_time);
-  int agrees = view.ndim == dimensions, contiguous = 1;
+  int agrees = view.ndim == dimensions, contiguous = 1, repeated = 0;
   for (int d = dimensions - 1; d >= 0; d--) {
     const char letter = a->dimensions[d];
     const int64_t shape = agrees ? view.shape[d] : -1;
@@ -202,6 +202,7 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
     if (agrees) {
       tensor->stride[d] = view.strides[d];
       contiguous = contiguous && (view.strides[d] == stride || shape <= 1);
+      repeated = repeated || (view.strides[d] == 0 && shape > 1);
       stride *= shape;
     }
   }
@@ -212,8 +213,12 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
     PyErr_Format(PyExc_ValueError, "%s: shape %s, expected %s", a->name, got, wanted);
     return -1;
   }
-  if (a->contiguous && !contiguous && stride) {
+  if ((a->is & CONTIGUOUS) && !contiguous && stride) {
     PyErr_Format(PyExc_ValueError, "%s: expected a contiguous tensor", a->name);
+    return -1;
+  }
+  if ((a->is & WRITTEN) && repeated) {
+    PyErr_Format(PyExc_ValueError, "%s: an expanded tensor, expected one with memory for each element", a->name);
     return -1;
   }
   tensor->dtype = dtype_of(view.dtype);

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from . import _native
 
 # Tokens from one saved state to the next. A trade: the saved states take K * V / CHECKPOINT numbers a token and head,
-# and the backward pass recomputes this many states at a time, in the nearest cache.
+# and the backward pass recomputes this many states at a time. The operators take it as an argument (0: save none), so
+# that no graph compiled with one value meets a library with another.
 CHECKPOINT = 64
 
 _NO_DOUBLE_BACKWARD = (
@@ -27,14 +28,14 @@ _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "wkv6_forward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
-    "float scale, bool output_final_state, bool reverse, bool raw_decay, bool checkpoint) "
+    "float scale, bool output_final_state, bool reverse, bool raw_decay, int checkpoint) "
     "-> (Tensor o, Tensor final_state, Tensor checkpoints)",
     tags=_tags,
 )
 _library.define(
     "wkv6_backward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor checkpoints, Tensor? grad_o, Tensor? grad_final_state, float scale, bool reverse, bool raw_decay, "
-    "bool[6] wanted) "
+    "int checkpoint, bool[6] wanted) "
     "-> (Tensor grad_r, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_u, Tensor grad_initial_state)",
     tags=_tags,
 )
@@ -67,7 +68,7 @@ def _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint) -> tuple
         if output_final_state:
             final_state = torch.empty(state, dtype=dtype, device=device)
         if checkpoint:
-            saved = r.shape[0] * r.shape[1] // CHECKPOINT
+            saved = r.shape[0] * r.shape[1] // checkpoint
             checkpoints = torch.empty((saved, *state[1:]), dtype=dtype, device=device)
     return o, final_state, checkpoints
 
@@ -90,18 +91,19 @@ def _forward_kernel(
 ):
     o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
     outputs = (o, final_state, checkpoints)
-    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, _flags(reverse, raw_decay), CHECKPOINT)
+    flags = _flags(reverse, raw_decay)
+    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT)
     return outputs
 
 
 def _backward_kernel(
-    r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, wanted
+    r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, *options
 ):
-    if checkpoints.dim() != 4:  # a forward pass that was told of no gradient
-        checkpoints = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, scale, False, reverse, raw_decay, True)[
-            2
-        ]
+    checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
+    if not checkpoint:  # the forward pass was told of no gradient and saved nothing
+        checkpoint = CHECKPOINT
+        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, checkpoint)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
     if gradients[4] is not None:
@@ -117,7 +119,7 @@ def _backward_kernel(
         cu_seqlens,
         scale,
         _flags(reverse, raw_decay),
-        CHECKPOINT,
+        checkpoint,
     )
     return gradients
 
@@ -151,10 +153,8 @@ def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, rever
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_backward", lib=_library)
-def _(
-    r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, wanted
-):
-    return _without_none(r, _allocate_backward((r, k, v, w, u, initial_state), wanted))
+def _(r, k, v, w, u, initial_state, *options):
+    return _without_none(r, _allocate_backward((r, k, v, w, u, initial_state), wanted=options[-1]))
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_step_", lib=_library)
@@ -166,10 +166,10 @@ def _(r, k, v, w, u, state, scale, raw_decay):
 
 
 def _save(ctx, inputs, output):
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, _ = inputs
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint = inputs
     ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, output[2])
     ctx.has_final_state = output_final_state
-    ctx.options = (scale, reverse, raw_decay)
+    ctx.options = (scale, reverse, raw_decay, checkpoint)
     ctx.set_materialize_grads(False)
 
 
@@ -209,7 +209,8 @@ class _EagerWKV6(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-        inputs = (r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, True)
+        options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT)
+        inputs = (r, k, v, w, u, initial_state, cu_seqlens, *options)
         output = _forward_kernel(*inputs)
         _save(ctx, inputs, output)
         return output[0], output[1]
@@ -244,12 +245,13 @@ class _TransformedWKV6(torch.autograd.Function):
 
 _compiling = torch.compiler.is_compiling
 _tracing = torch.jit.is_tracing
-_dispatch_modes = (
-    torch._C._len_torch_dispatch_stack
-)  # FakeTensorMode, selective checkpointing, make_fx, a FLOP counter ...
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, selective checkpointing, make_fx ...
 _transforms = torch._C._functorch.peek_interpreter_stack  # torch.func.grad, vmap ...
 _any_requires_grad = torch._C._any_requires_grad
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+
+# What the C core raises before anything is launched, and torch for a tensor without readable memory (meta, sparse).
+REFUSALS = (TypeError, ValueError, IndexError, RuntimeError)
 
 
 def is_plain(*arguments: Tensor | None) -> bool:
@@ -257,7 +259,7 @@ def is_plain(*arguments: Tensor | None) -> bool:
     if _compiling() or _dispatch_modes() or _transforms() is not None or _tracing():
         return False
     for x in arguments:  # noqa: SIM110 - a generator would cost as much as the rest of this function
-        if type(x) not in _PLAIN_TYPES:
+        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):  # the C core would not see a lazy minus sign
             return False
     return True
 
@@ -267,20 +269,22 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def host_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
+def kernel_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
     """As the kernels read it: int64, contiguous, on r's device."""
     if cu_seqlens is None:
         return None
+    if cu_seqlens.dtype is not torch.int64 and cu_seqlens.dtype is not torch.int32:
+        raise TypeError  # worded by _check
     return cu_seqlens.to(device=r.device, dtype=torch.int64).contiguous()
 
 
 def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-    """The operator on plain tensors: o, and final_state or None. TypeError or ValueError for what the C core refuses."""
-    cu_seqlens = host_cu_seqlens(cu_seqlens, r)
+    """The operator on plain tensors: o, and final_state or None. Raises REFUSALS."""
+    cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
     if torch.is_grad_enabled() and _any_requires_grad(r, k, v, w, u, initial_state):
         return _EagerWKV6.apply(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay)
     o, final_state, _ = _forward_kernel(
-        r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, False
+        r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, 0
     )
     return o, final_state
 
@@ -288,16 +292,16 @@ def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_sta
 def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
-    options = (host_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
+    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
     if not _compiling() and _transforms() is not None:
-        o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, True)
+        o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, CHECKPOINT)
     else:
-        o, final_state, _ = _forward_op(*tensors, *options, needs_gradient(*tensors))
+        o, final_state, _ = _forward_op(*tensors, *options, CHECKPOINT if needs_gradient(*tensors) else 0)
     return o, final_state if output_final_state else None
 
 
 def wkv6_step_eager_(r, k, v, w, u, state, scale, raw_decay, out):
-    """One token on plain tensors, `state` updated in place: o. Raises as `wkv6_eager` does."""
+    """One token on plain tensors, `state` updated in place: o. Raises REFUSALS."""
     o = _step_kernel(r, k, v, w, u, state, scale, raw_decay, out)
     if not state.is_inference():
         torch.autograd.graph.increment_version(state)

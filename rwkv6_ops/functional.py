@@ -100,15 +100,12 @@ def wkv6(
     _check.choice("precision", precision, _PRECISIONS)
     tensors = (r, k, v, w, u, initial_state, cu_seqlens)
     options = (scale, output_final_state, reverse, decay == "raw")
-    refusal = None
     if _ops.is_plain(*tensors):
-        try:  # the C core checks everything in a microsecond; only what it refuses is worth the words of _check
+        try:  # the C core checks it all in a microsecond; what it refuses goes the long way and meets _check's words
             return _ops.wkv6_eager(*tensors, *options)
-        except (TypeError, ValueError, IndexError) as error:
-            refusal = error
+        except _ops.REFUSALS:
+            pass
     _check.operator(*tensors, scale)
-    if refusal is not None:
-        raise refusal
     return _ops.wkv6_dispatched(*tensors, *options)
 
 
@@ -343,15 +340,12 @@ def wkv6_step_(
     """
     _check.choice("decay", decay, _DECAYS)
     arguments = (r, k, v, w, u, state, scale, decay == "raw", out)
-    refusal = None
     if _ops.is_plain(r, k, v, w, u, state, out):
         if _ops.needs_gradient(r, k, v, w, u, state, out):
             raise RuntimeError("wkv6_step_: has no gradient; use wkv6, or call it under torch.no_grad()")
         try:
             return _ops.wkv6_step_eager_(*arguments)
-        except (TypeError, ValueError) as error:
-            refusal = error
+        except _ops.REFUSALS:
+            pass
     _check.step(r, k, v, w, u, state, scale, out)
-    if refusal is not None:
-        raise refusal
     return _ops.wkv6_step_dispatched_(*arguments)
