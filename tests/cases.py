@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of WKV-6 problems, run by every test on every instruction set and device, and by the benchmarks.
 
-`CASES` covers lengths, head sizes, decays, dtypes, layouts and options one axis at a time, not their product. `make` builds the
-tensors of a case from its name alone, so a case is the same problem wherever it runs.
+`CASES` covers lengths, head sizes, decays, dtypes, layouts and options one axis at a time, not their product. `make`
+builds the tensors of a case from its name alone, so a case is the same problem wherever it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f
 LAYOUTS = ("contiguous", "split", "transposed", "strided", "expanded")
 
 # Largest relative L2 error against the float64 loop on the same inputs, by the dtype of the result.
-# float32: some ten roundings of 6e-8 that add up at random. The backward pass reads states that carry such an error already.
+# float32: some ten roundings of 6e-8 that add up at random. The backward pass reads states that carry such an error.
 # float64: the same in units of 1.1e-16, with room for long sums.
 # bfloat16, float16: half a unit in the last place of the result, which is the worst that rounding alone can do.
 FORWARD_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

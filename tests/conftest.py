@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: every instruction set of this machine, NaN in memory that nobody has written, one thread unless a test wants more."""
+"""Fixtures: every instruction set of this machine; NaN in unwritten memory; one thread unless asked for."""
 
 from __future__ import annotations
 
