@@ -64,7 +64,7 @@ INLINE real sum_of_lanes(lanes x) {
   return sum;
 }
 
-/* One level of the pairwise sums of row_sums(): in every block of 2 * S lanes the low half receives lane l + lane l + S of a, the high
+/* One level of the pairwise sums of take_row_sums(): in every block of 2 * S lanes the low half receives lane l + lane l + S of a, the high
  * half the same of b. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -98,10 +98,13 @@ INLINE real sum_of_lanes(lanes x) {
   UNROLL for (int l = 0; l < (S); l++) x[l] =                                                          \
       APPLY(SHUFFLE, x[l], x[l + (S)], UNWRAP LOW) + APPLY(SHUFFLE, x[l], x[l + (S)], UNWRAP HIGH);
 
-/* sums[l] = the sum of the LANES numbers in row l of a [LANES][LANES] matrix: three instructions a row instead of one horizontal sum. */
-INLINE lanes row_sums(const real *matrix) {
+/* Lane l = the sum of the LANES numbers in row l of a [LANES][LANES] matrix, in three instructions a row. Leaves the matrix zero. */
+INLINE lanes take_row_sums(real *matrix) {
   lanes x[LANES];
-  UNROLL for (int l = 0; l < LANES; l++) x[l] = load(matrix + l * LANES);
+  UNROLL for (int l = 0; l < LANES; l++) {
+    x[l] = load(matrix + l * LANES);
+    store(matrix + l * LANES, broadcast(0));
+  }
   LEVELS(PAIR_LEVEL)
   return x[0];
 }

@@ -5,7 +5,7 @@
  * Segments from the last to the first. In a segment each tile of the state is walked forward from the checkpoint, leaving its value
  * before each token in `history`, and its adjoint G backward, with both still in the nearest cache: 8 vectors x segment. State and
  * adjoint are kept transposed, [V][K]: lanes over K turn the sums over V of dr, dk and dw into plain additions, in the order of j; only
- * dv is a sum over lanes, LANES of which are done together (row_sums). No sum depends on the number of threads.
+ * dv is a sum over lanes, LANES of which are done together (take_row_sums). No sum depends on the number of threads.
  * dw comes from G and S at the same token, so nothing cancels however strong the decay.
  */
 
@@ -22,7 +22,7 @@ typedef struct {
   real *u, *grad_u;                /* [K_] */
   real *states, *natural;          /* [blocks][V_][K_] before each block; [K_][V_], on the way to or from a transposed one */
   real *history;                   /* [BACKWARD_BLOCK][TILE_ROWS][2 * LANES] one tile of the state before each token */
-  real *products;                  /* [BACKWARD_BLOCK][rows][LANES] G k of one row of tiles, to be summed over lanes */
+  real *products;                  /* [BACKWARD_BLOCK][rows][LANES] G k of one row of tiles, to be summed over lanes; zero between rows */
   real *sums;                      /* [BACKWARD_BLOCK][rows] those sums */
   real *rest;                      /* [heads][K_] */
   real *adjoint;                   /* [heads][V_][K_] G at the segment's end, then at its start */
@@ -185,7 +185,6 @@ INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backwa
                           real *adjoint) {
   lanes_integer last_lanes;
   for (int l = 0; l < LANES; l++) last_lanes[l] = l < K - (b->K_ - LANES) ? -1 : 0;
-  memset(b->products, 0, (size_t)(count * rows * LANES) * sizeof(real));
   int64_t i = 0;
   for (; i + 2 * LANES <= K; i += 2 * LANES) backward_tile(rows, 2, 0, last_lanes, count, b, i, j, state, adjoint);
   if (i + LANES < K)
@@ -194,7 +193,7 @@ INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backwa
     backward_tile(rows, 1, 0, last_lanes, count, b, i, j, state, adjoint);
   else if (i < K)
     backward_tile(rows, 1, 1, last_lanes, count, b, i, j, state, adjoint);
-  for (int64_t m = 0; m < count * rows; m += LANES) store(b->sums + m, row_sums(b->products + m * LANES));
+  for (int64_t m = 0; m < count * rows; m += LANES) store(b->sums + m, take_row_sums(b->products + m * LANES));
   for (int64_t t = 0; t < count; t++)
     for (int x = 0; x < rows; x++) b->grad_v[t * b->V_ + j + x] += b->sums[t * rows + x];
 }
