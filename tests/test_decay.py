@@ -23,9 +23,11 @@ def test_weak_decay_over_8192_tokens(decay: float, isa: str):
     problem.w = torch.full_like(problem.w, decay)
     o, final_state = call(rwkv6_ops.wkv6, problem, inputs(problem))
     want_o, want_state = call(reference.wkv6, exact := in_float64(problem), inputs(exact))
-    # 2e-6: the sums themselves are longer than those that the table's tolerance is for.
-    assert_close("o", o, want_o, 2e-6)
-    assert_close("final_state", final_state, want_state, 2e-6)
+    # 2e-6: the sums are longer than those that the table's tolerance is for. Without a fused multiply-add decay * S is
+    # rounded by itself, and just below decay = 1 always the same way.
+    tolerance = 1e-5 if isa == "generic" else 2e-6
+    assert_close("o", o, want_o, tolerance)
+    assert_close("final_state", final_state, want_state, tolerance)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import rwkv6_ops
 HALVES = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtypes", product(("f32", "bf16", "f16"), repeat=3), ids="-".join)
+@pytest.mark.parametrize("dtypes", list(product(("f32", "bf16", "f16"), repeat=3)), ids="-".join)
 def test_every_mix_of_dtypes_equals_the_reference_loop(dtypes: tuple[str, str, str], isa: str):
     a, b, c = dtypes
     problem = make(Case("mix", B=2, T=9, K=9, V=17, dtypes=f"{a} {b} {c} {b} {a}"))
@@ -22,7 +22,7 @@ def test_every_mix_of_dtypes_equals_the_reference_loop(dtypes: tuple[str, str, s
     assert_gradients(got.gradients, want)
 
 
-@pytest.mark.parametrize("dtypes", product(("f32", "bf16", "f16"), repeat=2), ids="-".join)
+@pytest.mark.parametrize("dtypes", list(product(("f32", "bf16", "f16"), repeat=2)), ids="-".join)
 def test_output_has_the_dtype_of_v_and_the_state_is_float32(dtypes: tuple[str, str]):
     problem = make(Case("types", T=3, dtypes=f"{dtypes[0]} f32 {dtypes[1]} f32 bf16"))
     o, final_state = rwkv6_ops.wkv6(*inputs(problem)[:5], output_final_state=True)
