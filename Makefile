@@ -47,7 +47,7 @@ bench: install
 # The compile at -O2 is for the warnings that only the optimiser can give.
 C_FLAGS = -std=gnu17 -D_GNU_SOURCE -DPy_LIMITED_API=0x030A0000 -Icsrc \
           -I$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')
-WARNINGS := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Werror
+WARNINGS := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wvla -Werror
 lint: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
