@@ -28,9 +28,12 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    previous = torch.get_num_threads()
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
     yield
-    torch.set_num_threads(previous)
+    torch.set_num_threads(1)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python threads, forked processes and torch's own pool."""
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+from cases import NAMES, Case, make
+from oracle import answer, call, inputs
+
+import rwkv6_ops
+
+LARGE = Case("threads", B=2, T=2000, H=8, K=64, V=64)
+SMALL = Case("many threads", B=4, T=130, H=8, K=32, V=32)
+
+
+def same(a, b) -> bool:
+    """Two answers are equal bit for bit."""
+    gradients = (torch.equal(a.gradients[name], b.gradients[name]) for name in NAMES)
+    return torch.equal(a.o, b.o) and torch.equal(a.final_state, b.final_state) and all(gradients)
+
+
+def test_other_python_threads_run_during_a_call():
+    """A thread counts while the operator works; if the lock were held it would not count at all."""
+    problem = make(LARGE)
+    counted, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        call(rwkv6_ops.wkv6, problem, inputs(problem))  # starts whatever is started once
+        before = counted[0]
+        call(rwkv6_ops.wkv6, problem, inputs(problem))
+        assert counted[0] > before
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_several_python_threads_at_once_get_what_one_gets(threads: int, isa: str):
+    torch.set_num_threads(threads)
+    want = answer(rwkv6_ops.wkv6, make(SMALL))
+    equal = []
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        equal.extend(same(answer(rwkv6_ops.wkv6, make(SMALL)), want) for _ in range(4))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    assert equal == [True] * 16
+
+
+def _in_child(problem, want, queue) -> None:
+    """torch's own parallel loops do hang after a fork, so nothing large but the operator may run on two threads."""
+    torch.use_deterministic_algorithms(False)  # fills new tensors with NaN
+    got = answer(rwkv6_ops.wkv6, problem)
+    torch.set_num_threads(1)
+    queue.put(same(got, want))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_gets_the_right_values_and_does_not_hang():
+    """The pool's threads do not survive a fork: a child that waited for them would wait forever."""
+    torch.set_num_threads(2)
+    problem = make(SMALL)
+    want = answer(rwkv6_ops.wkv6, problem)  # the pool is running now
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_in_child, args=(problem, want, queue))
+    child.start()
+    child.join(timeout=60)
+    hung = child.is_alive()
+    if hung:
+        child.kill()
+        child.join()
+    assert not hung
+    assert child.exitcode == 0
+    assert queue.get() is True
+
+
+def test_the_parent_goes_on_after_a_fork():
+    torch.set_num_threads(2)
+    want = answer(rwkv6_ops.wkv6, make(SMALL))
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(timeout=60)
+    assert same(answer(rwkv6_ops.wkv6, make(SMALL)), want)
