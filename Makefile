@@ -56,7 +56,7 @@ lint: venv
 	for file in $(SOURCES); do $(CC) $(C_FLAGS) $(WARNINGS) -O2 -c $$file -o /dev/null || exit 1; done
 
 format: venv
-	$(BIN)/ruff check --fix
+	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(C_FILES)
 
