@@ -109,7 +109,7 @@ def test_fine_tuning_follows_the_float64_loop(weights: dict, exact_run: tuple, i
     losses, gradients = fine_tune(model_with(weights))
     want_losses, want_gradients = exact_run
     assert max(abs(a - b) for a, b in zip(losses, want_losses, strict=True)) < 1e-4
-    assert losses[-1] < losses[0]
+    assert sum(losses[10:]) < sum(losses[:10])
     for name, gradient in gradients.items():
         want = want_gradients[name]
         assert (gradient - want).norm() <= 1e-4 * want.norm(), name
