@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The CPU kernels without Python: every tensor, and the scratch memory, lies against a page that may not be touched, once at its end and
- * once at its start, so reading or writing one element too far ends the program. Results are compared with a plain double loop, for every
- * instruction set of this machine. Gaps between the elements of strided tensors are NaN before, and must be after.
+ * The CPU kernels without Python: every tensor, and the scratch memory, lies against a page that may not be touched,
+ * once at its end and once at its start, so reading or writing one element too far ends the program. Results are
+ * compared with a plain double loop, for every instruction set of this machine. Gaps between the elements of strided
+ * tensors are NaN before, and must be after.
  *
- * It brings its own parallel.h: pieces of work run one after the other as if on three threads, and scratch is guarded and NaN-filled too.
+ * It brings its own parallel.h: pieces of work run one after the other as if on three threads, and scratch is guarded
+ * and NaN-filled too.
  */
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -31,7 +33,8 @@ static block guarded(size_t bytes, size_t alignment, int where) {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (bytes + page - 1) / page * page + (bytes == 0) * page;
   block b = {.mapped = inner + 2 * page, .bytes = bytes};
   b.pages = mmap(NULL, b.mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (b.pages == MAP_FAILED || mprotect(b.pages, page, PROT_NONE) || mprotect(b.pages + page + inner, page, PROT_NONE)) {
+  if (b.pages == MAP_FAILED || mprotect(b.pages, page, PROT_NONE) ||
+      mprotect(b.pages + page + inner, page, PROT_NONE)) {
     perror("guard pages");
     exit(2);
   }
@@ -79,7 +82,9 @@ static double decode(const char *at, int32_t dtype) {
     return x;
   }
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const double size = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+  const double size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                     : ldexp(fraction, -24);
   return bits & 0x8000 ? -size : size;
 }
 
@@ -89,10 +94,14 @@ static void encode(char *at, int32_t dtype, double value) {
   uint32_t bits;
   memcpy(&bits, &single, sizeof bits);
   const uint16_t bf16 = (uint16_t)(bits >> 16);
-  const uint16_t f16 = (uint16_t)(bf16 & 0x8000) | (uint16_t)(value == 0 ? 0 : ((bits & 0x7fffffff) - (112u << 23)) >> 13);
-  if (dtype == WKV6_F64) memcpy(at, &value, 8);
-  else if (dtype == WKV6_F32) memcpy(at, &single, 4);
-  else memcpy(at, dtype == WKV6_BF16 ? &bf16 : &f16, 2);
+  const uint16_t f16 =
+      (uint16_t)(bf16 & 0x8000) | (uint16_t)(value == 0 ? 0 : ((bits & 0x7fffffff) - (112u << 23)) >> 13);
+  if (dtype == WKV6_F64)
+    memcpy(at, &value, 8);
+  else if (dtype == WKV6_F32)
+    memcpy(at, &single, 4);
+  else
+    memcpy(at, dtype == WKV6_BF16 ? &bf16 : &f16, 2);
 }
 
 static int64_t offset_of(const tensor *x, int64_t element) {
@@ -144,8 +153,8 @@ static tensor tensor_of(int present, int64_t a, int64_t b, int64_t c, int64_t d,
 /* ---- The plain loop: equations (1) to (8) of docs/wkv6.md ---- */
 
 typedef struct {
-  tensor r, k, v, w, u, s0, go, gs;          /* inputs */
-  tensor o, sT, dr, dk, dv, dw, du, ds0;     /* outputs */
+  tensor r, k, v, w, u, s0, go, gs;      /* inputs */
+  tensor o, sT, dr, dk, dv, dw, du, ds0; /* outputs */
 } tensors;
 
 static void plain_loop(const wkv6_problem *p, const tensors *x) {
@@ -154,13 +163,15 @@ static void plain_loop(const wkv6_problem *p, const tensors *x) {
   double *all = malloc((size_t)(longest * states + states) * sizeof(double)), *G = all + longest * states;
   for (int64_t n = 0; n < p->N; n++) {
     for (int64_t h = 0; h < H; h++) {
-      const int64_t first = wkv6_first_token(p, n), L = wkv6_sequence_length(p, n), step = p->flags & WKV6_REVERSE ? -1 : 1;
+      const int64_t first = wkv6_first_token(p, n), L = wkv6_sequence_length(p, n),
+                    step = p->flags & WKV6_REVERSE ? -1 : 1;
       const int64_t start = step > 0 ? first : first + L - 1;
       const double *u = x->u.values + h * K;
       for (int64_t e = 0; e < states; e++) all[e] = x->s0.values ? x->s0.values[(n * H + h) * states + e] : 0;
       for (int64_t t = 0; t < L; t++) {
         const int64_t row = (start + step * t) * H + h;
-        const double *r = x->r.values + row * K, *k = x->k.values + row * K, *v = x->v.values + row * V, *w = x->w.values + row * K;
+        const double *r = x->r.values + row * K, *k = x->k.values + row * K, *v = x->v.values + row * V,
+                     *w = x->w.values + row * K;
         const double *S = all + t * states;
         for (int64_t i = 0; i < K; i++) {
           const double decay = exp(p->flags & WKV6_RAW_DECAY ? -exp(w[i]) : w[i]);
@@ -176,7 +187,8 @@ static void plain_loop(const wkv6_problem *p, const tensors *x) {
       }
       for (int64_t t = L - 1; t >= 0; t--) {
         const int64_t row = (start + step * t) * H + h;
-        const double *r = x->r.values + row * K, *k = x->k.values + row * K, *v = x->v.values + row * V, *w = x->w.values + row * K;
+        const double *r = x->r.values + row * K, *k = x->k.values + row * K, *v = x->v.values + row * V,
+                     *w = x->w.values + row * K;
         const double *S = all + t * states;
         double a = 0;
         for (int64_t j = 0; x->go.values && j < V; j++) a += v[j] * x->go.values[row * V + j];
@@ -249,7 +261,8 @@ static int32_t dtype_of(char letter) {
 static int failures;
 
 static void report(const test_case *c, const char *isa, int where, const char *what, const char *why, double error) {
-  printf("%s, %s, guard page %s: %s: %s (%.2e)\n", c->name, isa, where == AT_END ? "behind" : "before", what, why, error);
+  printf(
+      "%s, %s, guard page %s: %s: %s (%.2e)\n", c->name, isa, where == AT_END ? "behind" : "before", what, why, error);
   failures++;
 }
 
@@ -258,7 +271,10 @@ static void compare(const test_case *c, const char *isa, int where, const char *
   if (!x->values) return;
   const size_t size = size_of(x->view.dtype);
   /* A few roundings of float or double; half a unit in the last place of bfloat16 and float16. */
-  const double tolerance = x->view.dtype == WKV6_F64 ? 1e-13 : x->view.dtype == WKV6_F32 ? 2e-6 : x->view.dtype == WKV6_BF16 ? 1. / 256 : 1. / 2048;
+  const double tolerance = x->view.dtype == WKV6_F64    ? 1e-13
+                           : x->view.dtype == WKV6_F32  ? 2e-6
+                           : x->view.dtype == WKV6_BF16 ? 1. / 256
+                                                        : 1. / 2048;
   double difference = 0, norm = 0;
   for (int64_t e = 0; e < x->elements; e++) {
     char *at = (char *)x->view.data + offset_of(x, e) * (int64_t)size;
@@ -266,7 +282,8 @@ static void compare(const test_case *c, const char *isa, int where, const char *
     norm += pow(x->values[e], 2);
     memset(at, 0xff, size);
   }
-  if (!(sqrt(difference) <= tolerance * sqrt(norm) + 1e-30)) report(c, isa, where, what, "relative error", sqrt(difference / norm));
+  if (!(sqrt(difference) <= tolerance * sqrt(norm) + 1e-30))
+    report(c, isa, where, what, "relative error", sqrt(difference / norm));
   for (size_t b = 0; b < x->memory.bytes; b++)
     if ((unsigned char)x->lowest[b] != 0xff) {
       report(c, isa, where, what, "written between its elements", (double)b);
@@ -286,19 +303,33 @@ static void run_case(const test_case *c, const wkv6_isa *isa, int where) {
   p.flags = (c->raw ? WKV6_RAW_DECAY : 0) | (c->reverse ? WKV6_REVERSE : 0);
 
   tensors x = {
-      .r = tensor_of(1, B, T, H, K, 16), .k = tensor_of(1, B, T, H, K, 16), .v = tensor_of(1, B, T, H, V, 16),
-      .w = tensor_of(1, B, T, H, K, 16), .u = tensor_of(1, 1, 1, H, K, 16), .s0 = tensor_of(c->with_states, N, H, K, V, 16),
-      .go = tensor_of(1, B, T, H, V, 16), .gs = tensor_of(c->with_states, N, H, K, V, 16),
-      .o = tensor_of(1, B, T, H, V, 0), .sT = tensor_of(1, N, H, K, V, 0),
-      .dr = tensor_of(1, B, T, H, K, 0), .dk = tensor_of(1, B, T, H, K, 0), .dv = tensor_of(1, B, T, H, V, 0),
-      .dw = tensor_of(1, B, T, H, K, 0), .du = tensor_of(1, 1, 1, H, K, 0), .ds0 = tensor_of(c->with_states, N, H, K, V, 0),
+      .r = tensor_of(1, B, T, H, K, 16),
+      .k = tensor_of(1, B, T, H, K, 16),
+      .v = tensor_of(1, B, T, H, V, 16),
+      .w = tensor_of(1, B, T, H, K, 16),
+      .u = tensor_of(1, 1, 1, H, K, 16),
+      .s0 = tensor_of(c->with_states, N, H, K, V, 16),
+      .go = tensor_of(1, B, T, H, V, 16),
+      .gs = tensor_of(c->with_states, N, H, K, V, 16),
+      .o = tensor_of(1, B, T, H, V, 0),
+      .sT = tensor_of(1, N, H, K, V, 0),
+      .dr = tensor_of(1, B, T, H, K, 0),
+      .dk = tensor_of(1, B, T, H, K, 0),
+      .dv = tensor_of(1, B, T, H, V, 0),
+      .dw = tensor_of(1, B, T, H, K, 0),
+      .du = tensor_of(1, 1, 1, H, K, 0),
+      .ds0 = tensor_of(c->with_states, N, H, K, V, 0),
   };
-  for (int64_t e = 0; !c->raw && e < x.w.elements; e++) x.w.values[e] = e % 7 == 6 ? -22016 : e % 7 == 5 ? 0 : -fabs(x.w.values[e]);
-  tensor *inputs[8] = {&x.r, &x.k, &x.v, &x.w, &x.u, &x.s0, &x.go, &x.gs}, *outputs[8] = {&x.o, &x.sT, &x.dr, &x.dk, &x.dv, &x.dw, &x.du, &x.ds0};
-  const int32_t input_dtypes[8] = {d[0], d[1], d[2], d[3], d[4], d[5], d[2], d[5]}, output_dtypes[8] = {d[2], d[5], d[0], d[1], d[2], d[3], d[4], d[5]};
+  for (int64_t e = 0; !c->raw && e < x.w.elements; e++)
+    x.w.values[e] = e % 7 == 6 ? -22016 : e % 7 == 5 ? 0 : -fabs(x.w.values[e]);
+  tensor *inputs[8] = {&x.r, &x.k, &x.v, &x.w, &x.u, &x.s0, &x.go, &x.gs},
+         *outputs[8] = {&x.o, &x.sT, &x.dr, &x.dk, &x.dv, &x.dw, &x.du, &x.ds0};
+  const int32_t input_dtypes[8] = {d[0], d[1], d[2], d[3], d[4], d[5], d[2], d[5]},
+                output_dtypes[8] = {d[2], d[5], d[0], d[1], d[2], d[3], d[4], d[5]};
   for (int i = 0; i < 8; i++) { /* a repeated batch row: the same values in every row */
     const int64_t row = inputs[i]->elements / inputs[i]->shape[0];
-    for (int64_t e = row; repeated && inputs[i]->values && e < inputs[i]->elements; e++) inputs[i]->values[e] = inputs[i]->values[e - row];
+    for (int64_t e = row; repeated && inputs[i]->values && e < inputs[i]->elements; e++)
+      inputs[i]->values[e] = inputs[i]->values[e - row];
   }
   plain_loop(&p, &x);
   for (int i = 0; i < 8; i++) {
@@ -324,7 +355,8 @@ static void run_case(const test_case *c, const wkv6_isa *isa, int where) {
   wkv6_problem b = p;
   b.o = b.final_state = (wkv6_tensor){0};
   b.grad_o = x.go.view, b.grad_final_state = x.gs.view, b.grad_u_parts = parts.view;
-  b.grad_r = x.dr.view, b.grad_k = x.dk.view, b.grad_v = x.dv.view, b.grad_w = x.dw.view, b.grad_initial_state = x.ds0.view;
+  b.grad_r = x.dr.view, b.grad_k = x.dk.view, b.grad_v = x.dv.view, b.grad_w = x.dw.view,
+  b.grad_initial_state = x.ds0.view;
   b.grad_u = x.du.view, b.grad_u.stride[0] = x.du.view.stride[2], b.grad_u.stride[1] = x.du.view.stride[3];
   if (wkv6_check(&b, 1, &culprit) != WKV6_OK) report(c, isa->name, where, culprit, "refused", 0);
   if (wkv6_cpu_backward(&b) != WKV6_OK) report(c, isa->name, where, "backward", "failed", 0);
