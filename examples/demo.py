@@ -33,7 +33,7 @@ LEARNED_SHARE = 2 / 3  # validation must end below this share of the entropy of 
 LEARNED_RECALL = 0.9
 SAMPLE_BYTES = 400
 TOTAL_SECONDS = 240.0
-COMPARISON_SECONDS = 35.0  # kept for the comparison with the loop, and for drawing
+COMPARISON_SECONDS = 50.0  # kept for the comparison with the loop, and for drawing
 
 
 def show_sample(run: TextRun, corpus: Corpus) -> None:

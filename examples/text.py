@@ -101,7 +101,7 @@ class TextSettings:
     batch: int = 8
     length: int = 256
     steps: int = 500
-    seconds: float = 110.0
+    seconds: float = 100.0
     learning_rate: float = 4e-3
     warmup: int = 30
     weight_decay: float = 0.1
