@@ -251,7 +251,7 @@ _any_requires_grad = torch._C._any_requires_grad
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 # What the C core raises before anything is launched, and torch for a tensor without readable memory (meta, sparse).
-REFUSALS = (TypeError, ValueError, IndexError, RuntimeError)
+REFUSALS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 
 
 def is_plain(*arguments: Tensor | None) -> bool:

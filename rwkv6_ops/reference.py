@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WKV operator of RWKV-6 as a plain PyTorch loop: equations (1) and (2) of docs/wkv6.md, one token at a time.
 
-Slow, short and differentiable by autograd in float64: what the operator means, and the oracle of every test. It needs torch alone.
+Slow, short and differentiable by autograd in float64: what the operator means, and the oracle of every test. It needs
+torch alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def wkv6(
     v : Tensor [B, T, H, V]
         Value.
     w : Tensor [B, T, H, K]
-        ``decay="log"``: the logarithm of the decay, -inf to 0. ``decay="raw"``: RWKV's x, where the log decay is -exp(x).
+        ``decay="log"``: the logarithm of the decay, -inf to 0. ``decay="raw"``: RWKV's x, where the log decay is
+        -exp(x).
     u : Tensor [H, K]
         The bonus of the present token.
     scale : float
@@ -96,7 +98,7 @@ def wkv6(
 def _one_sequence(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, state: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Equations (1) and (2) over time, for all batch rows and heads at once: o [B, T, H, V] and the last state [B, H, K, V]."""
+    """Equations (1) and (2) over time, for all rows and heads at once: o [B, T, H, V] and the last state [B, H, K, V]."""
     tokens = list(zip(*(x.unbind(1) for x in (r, k, v, torch.exp(w))), strict=True))
     outputs = []
     for r_t, k_t, v_t, decay_t in reversed(tokens) if reverse else tokens:

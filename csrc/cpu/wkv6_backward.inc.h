@@ -49,7 +49,7 @@ static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char
 static size_t backward_scratch(const wkv6_problem *p, int64_t heads) {
   char *end = NULL;
   backward_layout(p, heads, &end);
-  return (size_t)(end - (char *)NULL);
+  return (size_t)(uintptr_t)end;
 }
 
 /* to[columns][stride_to] = the transpose of from[rows][stride_from]; rows and columns are multiples of LANES. */
@@ -183,7 +183,7 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
 /* All tiles of rows j .. j + rows - 1, and dv of those value channels. */
 INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backward_block *b, int64_t j, const real *state,
                           real *adjoint) {
-  lanes_integer last_lanes;
+  lanes_integer last_lanes = {0};
   for (int l = 0; l < LANES; l++) last_lanes[l] = l < K - (b->K_ - LANES) ? -1 : 0;
   int64_t i = 0;
   for (; i + 2 * LANES <= K; i += 2 * LANES) backward_tile(rows, 2, 0, last_lanes, count, b, i, j, state, adjoint);

@@ -52,7 +52,7 @@ static forward_block forward_layout(const wkv6_problem *p, int64_t heads, char *
 static size_t forward_scratch(const wkv6_problem *p, int64_t heads) {
   char *end = NULL;
   forward_layout(p, heads, &end);
-  return (size_t)(end - (char *)NULL);
+  return (size_t)(uintptr_t)end;
 }
 
 /* Fills r, k, v, d with tokens [t, t + count) of head h, and o with the bonus (r . (u * k)) v of each token. */

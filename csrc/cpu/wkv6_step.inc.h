@@ -25,7 +25,7 @@ static step_block step_layout(const wkv6_problem *p, char **scratch) {
 static size_t step_scratch(const wkv6_problem *p) {
   char *end = NULL;
   step_layout(p, &end);
-  return (size_t)(end - (char *)NULL);
+  return (size_t)(uintptr_t)end;
 }
 
 /* Value columns [j, j + columns * LANES) of a state whose rows are stride_row reals apart. */
