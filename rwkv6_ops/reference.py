@@ -98,7 +98,7 @@ def wkv6(
 def _one_sequence(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, state: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Equations (1) and (2) over time, for all rows and heads at once: o [B, T, H, V] and the last state [B, H, K, V]."""
+    """Equations (1) and (2) over time, all rows and heads at once: o [B, T, H, V], and the last state [B, H, K, V]."""
     tokens = list(zip(*(x.unbind(1) for x in (r, k, v, torch.exp(w))), strict=True))
     outputs = []
     for r_t, k_t, v_t, decay_t in reversed(tokens) if reverse else tokens:
