@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -145,19 +144,13 @@ def test_the_module_loads_on_a_processor_with_nothing_but_the_baseline(tmp_path:
 
 
 @pytest.mark.parametrize("name", _native.isas())
-def test_the_environment_chooses_the_instruction_set(name: str):
-    code = "from rwkv6_ops import _native; print(_native.isa())"
-    environment = {**os.environ, "RWKV6_OPS_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert run.stdout.strip() == name
+def test_the_environment_chooses_the_instruction_set(name: str, python):
+    run = python("from rwkv6_ops import _native; print(_native.isa())", RWKV6_OPS_ISA=name)
+    assert run.stdout.strip() == name, run.stderr
 
 
-def test_an_unknown_instruction_set_in_the_environment_is_an_import_error():
-    environment = {**os.environ, "RWKV6_OPS_ISA": "sse9", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "import rwkv6_ops"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+def test_an_unknown_instruction_set_in_the_environment_is_an_import_error(python):
+    run = python("import rwkv6_ops", RWKV6_OPS_ISA="sse9")
     assert run.returncode == 1
     assert "ImportError" in run.stderr
     assert "sse9" in run.stderr

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory: training holds the inputs, outputs, gradients and little more."""
 
-import subprocess
-import sys
-
 import pytest
 
 MB = 2**20
@@ -34,17 +31,11 @@ print(max(step(512) for _ in range(2)))
 """
 
 
-def growth(threads: int) -> int:
-    run = subprocess.run(
-        [sys.executable, "-c", STEP, str(threads)], capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_training_step_takes_its_outputs_its_gradients_and_4_megabytes(threads: int, python):
+    """(1, 512, 8, 64) in float32: o and four gradients of 1 MB each, beyond the inputs that were there before."""
+    run = python(STEP, str(threads))
     if "PermissionError" in run.stderr or "FileNotFoundError" in run.stderr:
         pytest.skip("not tested: peak memory, which this system does not let a process reset")
     assert run.returncode == 0, run.stderr
-    return int(run.stdout)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_training_step_takes_its_outputs_its_gradients_and_4_megabytes(threads: int):
-    """(1, 512, 8, 64) in float32: o and four gradients of 1 MB each, beyond the inputs that were there before."""
-    assert growth(threads) <= 5 * MB + 4 * MB
+    assert int(run.stdout) <= 5 * MB + 4 * MB
