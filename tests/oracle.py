@@ -41,10 +41,11 @@ def answer(op: Callable, problem: Problem, through: str = "both") -> Answer:
     """What `op` gives for `problem`, and the gradients of all inputs through "o", "final_state" or "both"."""
     leaves = [x.detach().requires_grad_() for x in inputs(problem)]
     o, final_state = call(op, problem, leaves)
-    outputs = {"o": [o], "final_state": [final_state], "both": [o, final_state]}[through]
-    grads = {"o": [problem.grad_o], "final_state": [problem.grad_final_state]}
-    grads["both"] = grads["o"] + grads["final_state"]
-    gradients = torch.autograd.grad(outputs, leaves, grads[through], allow_unused=True)
+    outputs = {"o": (o, problem.grad_o), "final_state": (final_state, problem.grad_final_state)}
+    used = outputs.values() if through == "both" else [outputs[through]]
+    used = [(x, gradient) for x, gradient in used if x.requires_grad]  # the loop's zeros at T = 0 do not
+    ends, starts = [x for x, _ in used], [gradient for _, gradient in used]
+    gradients = torch.autograd.grad(ends, leaves, starts, allow_unused=True)
     return Answer(o.detach(), final_state.detach(), dict(zip(NAMES, gradients, strict=False)))
 
 
