@@ -124,7 +124,7 @@ typedef struct {
   module_state *state;
   wkv6_problem problem;
   int known[128]; /* by dimension letter: 1 once its size is in problem */
-  int one_token;  /* a step */
+  int one_token, without_time; /* a step; one whose tokens come as [B, H, K] */
   dl_device device;
 } call;
 
@@ -187,7 +187,13 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
   int64_t expected[4] = {0}, stride = 1;
   /* A step's tokens may come without their time axis. */
   int64_t shape_with_time[4], strides_with_time[4];
-  if (c->one_token && view.ndim == 3 && a->dimensions[1] == 'T') insert_time_axis(&view, shape_with_time, strides_with_time);
+  if (c->one_token && a->dimensions[1] == 'T') {
+    if (tensor == &p->r) c->without_time = view.ndim == 3; /* and then all come so */
+    if (c->without_time && view.ndim == 3)
+      insert_time_axis(&view, shape_with_time, strides_with_time);
+    else if (c->without_time)
+      view.ndim = 0; /* refused below */
+  }
   int agrees = view.ndim == dimensions, contiguous = 1, repeated = 0;
   for (int d = dimensions - 1; d >= 0; d--) {
     const char letter = a->dimensions[d];
@@ -263,7 +269,12 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
     return -1;
   }
   wkv6_problem *p = &c->problem;
-  p->scale = PyFloat_AsDouble(args[tensors + 1]);
+  PyObject *scale = args[tensors + 1];
+  if (!PyFloat_Check(scale) && !PyLong_Check(scale)) { /* a tensor would convert, and lose its gradient */
+    PyErr_Format(PyExc_TypeError, "scale: %R, expected a number", (PyObject *)Py_TYPE(scale));
+    return -1;
+  }
+  p->scale = PyFloat_AsDouble(scale);
   p->flags = (uint32_t)PyLong_AsLong(args[tensors + 2]);
   p->segment = PyLong_AsLongLong(args[tensors + 3]);
   if (PyErr_Occurred()) return -1;
@@ -327,6 +338,10 @@ static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t
   }
   if (c.problem.final_state.dtype != (wkv6_is_double(&c.problem) ? WKV6_F64 : WKV6_F32)) {
     PyErr_SetString(PyExc_TypeError, "state: expected float32 (float64 with float64 inputs): it is updated in place");
+    return NULL;
+  }
+  if (c.problem.o.dtype != c.problem.v.dtype) {
+    PyErr_SetString(PyExc_TypeError, "out: expected the dtype of v");
     return NULL;
   }
   return launch(&c, wkv6_cpu_step);

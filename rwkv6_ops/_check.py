@@ -14,6 +14,8 @@ def is_tensor(name: str, x: object) -> None:
     """`x` is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: {type(x).__name__}, expected a torch.Tensor")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: layout {x.layout}, expected torch.strided")
 
 
 def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:

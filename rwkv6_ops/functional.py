@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import _check, _ops
@@ -239,9 +240,9 @@ def rwkv6_linear_attention_cpu(
     Returns
     -------
     out : Tensor [B, T, H, D]
-        float32.
+        float32 (float64 with float64 inputs).
     state : Tensor [B, H, D, D]
-        State after the last token, float32.
+        State after the last token, float32 (float64 with float64 inputs).
 
     Raises
     ------
@@ -259,10 +260,14 @@ def rwkv6_linear_attention_cpu(
     for name, x in (("key", key), ("value", value), ("time_decay", time_decay)):
         _check.shape(name, x, tuple(receptance.shape), "receptance's")
     heads, width = time_first.shape
-    r, k, v, w = (x.unflatten(-1, (heads, width)) for x in (receptance, key, value.float(), time_decay))
     if state is not None:
         _check.is_tensor("state", state)
-        _check.shape("state", state, (r.shape[0], heads, width, width), "[B, H, D, D] =")
+        _check.shape("state", state, (receptance.shape[0], heads, width, width), "[B, H, D, D] =")
+    named = {"receptance": receptance, "key": key, "value": value, "time_decay": time_decay, "time_first": time_first}
+    _check.dtypes(**named, state=state)
+    _check.devices(**named, state=state)
+    value = value if value.dtype == torch.float64 else value.float()
+    r, k, v, w = (x.unflatten(-1, (heads, width)) for x in (receptance, key, value, time_decay))
     return wkv6(r, k, v, w, time_first, initial_state=state, output_final_state=True, decay="raw")
 
 

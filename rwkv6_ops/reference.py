@@ -91,8 +91,10 @@ def wkv6(
         outputs.append(o_n)
         final_states.append(state)
 
-    o = torch.cat(outputs, dim=1).to(out_dtype)
-    return o, torch.cat(final_states) if output_final_state else None
+    o = torch.cat([v[:, :0], *outputs], dim=1).to(out_dtype)
+    if not output_final_state:
+        return o, None
+    return o, torch.cat([v.new_empty(0, *r.shape[2:], v.shape[3]), *final_states])
 
 
 def _one_sequence(
