@@ -72,7 +72,8 @@ def _draw_times(axes: Axes, rows: list[Row]) -> None:
         ratios = row.forward / rows[0].forward, row.both / rows[0].both
         for place, value, ratio, more in zip(places, milliseconds, ratios, ("", memory), strict=True):
             times = "" if i == 0 else f" = {ratio:.0f}x"
-            axes.text(value * 1.1, place, f"{value:.3g} ms{times}{more}", va="center", fontsize=10)
+            time = f"{value:.{1 if value < 100 else 0}f} ms"
+            axes.text(value * 1.1, place, time + times + more, va="center", fontsize=10)
     axes.set_xscale("log")
     left, right = 1e3 * rows[0].forward / 3, max(1e3 * row.both for row in rows)
     axes.set_xlim(left, left * (right / left) ** 1.5)  # a third of the width for the labels
