@@ -3,16 +3,18 @@
 
 `wkv6` is the operator, `wkv6_step_` its decoding step. The other functions are the calls that existing models make:
 flash-linear-attention's `fused_recurrent_rwkv6` and `chunk_rwkv6`, Hugging Face's `rwkv6_linear_attention` and
-`rwkv6_linear_attention_cpu`. `reference.wkv6` is the same in plain PyTorch.
+`rwkv6_linear_attention_cpu`; those of BlinkDL's and related trainers are in `compat`. `wkv6_bidirectional` looks both
+ways in time. `reference.wkv6` is the operator in plain PyTorch.
 """
 
-from . import reference
+from . import compat, reference
 from .functional import (
     chunk_rwkv6,
     fused_recurrent_rwkv6,
     rwkv6_linear_attention,
     rwkv6_linear_attention_cpu,
     wkv6,
+    wkv6_bidirectional,
     wkv6_step_,
 )
 
@@ -20,10 +22,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "chunk_rwkv6",
+    "compat",
     "fused_recurrent_rwkv6",
     "reference",
     "rwkv6_linear_attention",
     "rwkv6_linear_attention_cpu",
     "wkv6",
+    "wkv6_bidirectional",
     "wkv6_step_",
 ]

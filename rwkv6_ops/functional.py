@@ -207,16 +207,80 @@ def chunk_rwkv6(
 def _fla_call(r, k, v, w, u, scale, head_first, **options) -> tuple[Tensor, Tensor | None]:
     """`wkv6` with flash-linear-attention's default scale and its older layout."""
     if head_first:
-        for name, x in (("r", r), ("k", k), ("v", v), ("w", w)):
-            _check.is_tensor(name, x)
-            if x.dim() != 4:
-                raise ValueError(f"{name}: shape {tuple(x.shape)}, expected [B, H, T, {'V' if name == 'v' else 'K'}]")
-        r, k, v, w = (x.transpose(1, 2) for x in (r, k, v, w))
+        r, k, v, w = _swap_heads_and_time(r, k, v, w)
     if scale is None:
         _check.is_tensor("r", r)
         scale = r.shape[-1] ** -0.5 if r.dim() and r.shape[-1] else 1.0
     o, final_state = wkv6(r, k, v, w, u, scale=scale, **options)
     return o.transpose(1, 2) if head_first else o, final_state
+
+
+def _swap_heads_and_time(r: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """From [B, H, T, K] to [B, T, H, K] and back."""
+    for name, x in (("r", r), ("k", k), ("v", v), ("w", w)):
+        _check.is_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, expected [B, H, T, {'V' if name == 'v' else 'K'}]")
+    return tuple(x.transpose(1, 2) for x in (r, k, v, w))
+
+
+def wkv6_bidirectional(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    reverse_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    decay: str = "log",
+    algorithm: str = "auto",
+    precision: str = "default",
+    head_first: bool = False,
+) -> Tensor:
+    """`wkv6` forward in time plus `wkv6` backward in time: what each token sees of both its sides, and of itself once.
+
+    Parameters
+    ----------
+    r, k, v, w, u, scale, cu_seqlens, decay, algorithm, precision
+        As in `wkv6`. The bonus u of the present token is counted once, by the forward direction.
+    initial_state : Tensor [N, H, K, V], optional
+        State of the forward direction before the first token of each sequence.
+    reverse_initial_state : Tensor [N, H, K, V], optional
+        State of the backward direction after the last token of each sequence.
+    head_first : bool
+        r, k, v, w and o are [B, H, T, K] and [B, H, T, V]. Done by strides, without a copy.
+
+    Returns
+    -------
+    Tensor [B, T, H, V]
+        o in v's dtype, differentiable with respect to r, k, v, w, u and both states.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As in `wkv6`.
+
+    Notes
+    -----
+    For images (Vision-RWKV) and encoders. Code that averages two calls of a one-sided operator counts the bonus twice:
+    that is ``wkv6(...)[0] + wkv6(..., reverse=True)[0]``.
+    """
+    if head_first:
+        r, k, v, w = _swap_heads_and_time(r, k, v, w)
+    options = {
+        "scale": scale,
+        "cu_seqlens": cu_seqlens,
+        "decay": decay,
+        "algorithm": algorithm,
+        "precision": precision,
+    }
+    o, _ = wkv6(r, k, v, w, u, initial_state=initial_state, **options)
+    behind, _ = wkv6(r, k, v, w, u.new_zeros(u.shape), initial_state=reverse_initial_state, reverse=True, **options)
+    o = o + behind
+    return o.transpose(1, 2) if head_first else o
 
 
 def rwkv6_linear_attention_cpu(
