@@ -67,7 +67,7 @@ static int32_t dtype_of(dl_dtype dtype) {
 /* ---- Arguments ---- */
 
 /* A tensor argument: where it goes and what its dimensions are. A dimension's first mention gives its size, later ones must agree;
- * 'S' is the number of checkpoints. */
+ * 'S' is the number of checkpoints, of which there may be more than are used. */
 typedef struct {
   const char *name, *dimensions;
   size_t member; /* offset in wkv6_problem */
@@ -204,7 +204,7 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
       if (!c->known[(int)letter]) *size_of(p, letter) = shape, c->known[(int)letter] = view.ndim == dimensions;
       expected[d] = *size_of(p, letter);
     }
-    agrees = agrees && shape == expected[d];
+    agrees = agrees && (letter == 'S' ? shape >= expected[d] : shape == expected[d]);
     if (agrees) {
       tensor->stride[d] = view.strides[d];
       contiguous = contiguous && (view.strides[d] == stride || shape <= 1);

@@ -59,8 +59,13 @@ def _state_shape(r: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
     return (sequences, r.shape[2], r.shape[3], v.shape[3])
 
 
-def _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What the forward pass fills: o, final_state and checkpoints; None for what was not asked for."""
+def _allocate_forward(
+    r, v, cu_seqlens, output_final_state, checkpoint, spare=0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What the forward pass fills: o, final_state and checkpoints; None for what was not asked for.
+
+    Of the checkpoints, the last `spare` are left unwritten.
+    """
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = checkpoints = None
     if output_final_state or checkpoint:
@@ -68,7 +73,7 @@ def _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint) -> tuple
         if output_final_state:
             final_state = torch.empty(state, dtype=dtype, device=device)
         if checkpoint:
-            saved = r.shape[0] * r.shape[1] // checkpoint
+            saved = r.shape[0] * r.shape[1] // checkpoint + spare
             checkpoints = torch.empty((saved, *state[1:]), dtype=dtype, device=device)
     return o, final_state, checkpoints
 
@@ -87,10 +92,9 @@ def _without_none(r: Tensor, tensors) -> tuple[Tensor, ...]:
 
 
 def _forward_kernel(
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint, spare=0
 ):
-    o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
-    outputs = (o, final_state, checkpoints)
+    outputs = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint, spare)
     flags = _flags(reverse, raw_decay)
     _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT)
     return outputs
@@ -124,8 +128,17 @@ def _backward_kernel(
     return gradients
 
 
+# The operator's checkpoints have two rows too many, zeros. Compilers treat sizes of 0 and 1 on their own; like this no
+# size that depends on T is one of these, and a graph compiled for one T serves all. (Whoever changes the shape of a
+# result also changes the operator's schema: Inductor keeps graphs on disk and tells versions apart by nothing else.)
+_SPARE = 2
+
+
 def _forward_op_kernel(r, *args):
-    return _without_none(r, _forward_kernel(r, *args))
+    o, final_state, checkpoints = _forward_kernel(r, *args, _SPARE)
+    if checkpoints is not None:
+        checkpoints[-_SPARE:].zero_()
+    return _without_none(r, (o, final_state, checkpoints))
 
 
 def _backward_op_kernel(r, *args):
@@ -149,7 +162,7 @@ for _key in ("CPU", "CUDA"):
 
 @torch.library.register_fake("rwkv6_ops::wkv6_forward", lib=_library)
 def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint):
-    return _without_none(r, _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint))
+    return _without_none(r, _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint, _SPARE))
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_backward", lib=_library)
