@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _native
 
@@ -22,7 +21,9 @@ CHECKPOINT = 64
 _NO_DOUBLE_BACKWARD = (
     "rwkv6_ops: the operator has first derivatives only; it was asked for a derivative of its gradients"
 )
-_NO_VMAP = "rwkv6_ops: no vmap rule; fold the mapped dimension into the batch dimension B"
+_NO_FORWARD_MODE = "rwkv6_ops: the operator has no forward-mode derivative; use reverse mode"
+_NO_VMAP = "rwkv6_ops: wkv6_step_ has no vmap rule; fold the mapped dimension into the batch dimension B"
+_NO_VMAP_OVER_OFFSETS = "rwkv6_ops: no vmap over cu_seqlens: the sequences of all samples have to be the same"
 
 _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -141,8 +142,9 @@ def _forward_op_kernel(r, *args):
     return _without_none(r, (o, final_state, checkpoints))
 
 
-def _backward_op_kernel(r, *args):
-    return _without_none(r, _backward_kernel(r, *args))
+def _backward_op_kernel(r, k, v, w, u, initial_state, cu_seqlens, checkpoints, *args):
+    inputs = (r, k, v, w, u, initial_state, cu_seqlens, checkpoints.contiguous())  # vmap's may be an expanded view
+    return _without_none(r, _backward_kernel(*inputs, *args))
 
 
 def _step_kernel(r, k, v, w, u, state, scale, raw_decay, out=None):
@@ -209,12 +211,85 @@ def _refuse_vmap(info, in_dims, *_):
 
 torch.library.register_autograd("rwkv6_ops::wkv6_forward", _registered_backward, setup_context=_save, lib=_library)
 torch.library.register_autograd("rwkv6_ops::wkv6_backward", _refuse_double_backward, lib=_library)
-for _name in ("wkv6_forward", "wkv6_backward", "wkv6_step_"):
-    torch.library.register_vmap(f"rwkv6_ops::{_name}", _refuse_vmap, lib=_library)
 
 _forward_op = torch.ops.rwkv6_ops.wkv6_forward.default
 _backward_op = torch.ops.rwkv6_ops.wkv6_backward.default
 _step_op = torch.ops.rwkv6_ops.wkv6_step_.default
+
+
+# ---- vmap: what is mapped over becomes more heads. These never mix, and every tensor but cu_seqlens has them ----
+
+_FORWARD_HEADS = (2, 2, 2, 2, 0, 1)  # where r, k, v, w, u and initial_state have their heads
+_BACKWARD_HEADS = (*_FORWARD_HEADS, None, 1, 2, 1)  # ... cu_seqlens, checkpoints, grad_o and grad_final_state
+
+
+def _fold(x: Tensor | None, mapped: int | None, heads: int, size: int) -> Tensor | None:
+    """The mapped dimension, or `size` times the same, in front of the heads and in one with them."""
+    if x is None or (mapped is None and x.dim() == 1):  # a tensor without elements stands for an absent one
+        return x
+    if mapped is None:
+        x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
+    else:
+        x = x.movedim(mapped, heads)
+    return x.flatten(heads, heads + 1)
+
+
+def _unfold(outputs: tuple[Tensor, ...], heads: tuple[int, ...], size: int) -> tuple[tuple, tuple]:
+    """The outputs with the mapped dimension of their own again, and where it is."""
+    absent = [x.dim() == 1 for x in outputs]
+    results = [x if a else x.unflatten(h, (size, -1)) for x, h, a in zip(outputs, heads, absent, strict=True)]
+    return tuple(results), tuple(None if a else h for h, a in zip(heads, absent, strict=True))
+
+
+def _vmap_of(operator, axes: tuple, output_axes: tuple[int, ...]):
+    def rule(info, in_dims, *args):
+        if in_dims[6] is not None:
+            raise NotImplementedError(_NO_VMAP_OVER_OFFSETS)
+        folded = [
+            x if axis is None else _fold(x, dim, axis, info.batch_size)
+            for x, dim, axis in zip(args, in_dims, axes, strict=False)
+        ]
+        return _unfold(operator(*folded, *args[len(axes) :]), output_axes, info.batch_size)
+
+    return rule
+
+
+torch.library.register_vmap("rwkv6_ops::wkv6_forward", _vmap_of(_forward_op, _FORWARD_HEADS, (2, 1, 1)), lib=_library)
+torch.library.register_vmap(
+    "rwkv6_ops::wkv6_backward", _vmap_of(_backward_op, _BACKWARD_HEADS, _FORWARD_HEADS), lib=_library
+)
+torch.library.register_vmap("rwkv6_ops::wkv6_step_", _refuse_vmap, lib=_library)
+
+
+# ---- Autograd without the dispatcher, and for torch.func ----
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The backward pass as a part of the graph, whose derivative raises. torch's decorator of that name does so only
+    where the incoming gradients require grad, and elsewhere takes the outgoing ones for constants."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs):
+        return _backward_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(_refuse_double_backward)
+
+
+def _eager_backward(*inputs):
+    if torch.is_grad_enabled():  # create_graph=True
+        return _OnceDifferentiable.apply(*inputs)
+    if is_plain(*inputs[8:10]):
+        try:
+            return _backward_kernel(*inputs)
+        except RuntimeError:  # batched gradients: no memory to read
+            pass
+    return _backward_op(*inputs)
 
 
 class _EagerWKV6(torch.autograd.Function):
@@ -229,13 +304,15 @@ class _EagerWKV6(torch.autograd.Function):
         return output[0], output[1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_o, grad_final_state):
-        return (*_saved_gradients(ctx, _backward_kernel, grad_o, grad_final_state), *(None,) * 5)
+        gradients = _saved_gradients(ctx, _eager_backward, grad_o, grad_final_state)
+        return (*gradients, *(None,) * 5)
 
 
 class _TransformedWKV6(torch.autograd.Function):
-    """The operator under torch.func's transforms, which want setup_context() and vmap()."""
+    """The operator under torch.func's transforms, which want setup_context()."""
+
+    generate_vmap_rule = True  # from those of the two operators
 
     @staticmethod
     def forward(*inputs):
@@ -247,11 +324,8 @@ class _TransformedWKV6(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_o, grad_final_state, _):
-        return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 6)
-
-    vmap = staticmethod(_refuse_vmap)
+        return (*_saved_gradients(ctx, _OnceDifferentiable.apply, grad_o, grad_final_state), *(None,) * 6)
 
 
 # ---- Which way a call goes ----
@@ -260,6 +334,7 @@ _compiling = torch.compiler.is_compiling
 _tracing = torch.jit.is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, selective checkpointing, make_fx ...
 _transforms = torch._C._functorch.peek_interpreter_stack  # torch.func.grad, vmap ...
+_forward_ad = torch.autograd.forward_ad
 _any_requires_grad = torch._C._any_requires_grad
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
@@ -269,7 +344,7 @@ REFUSALS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 
 def is_plain(*arguments: Tensor | None) -> bool:
     """True where the dispatcher would find nothing to do but to call autograd and the kernel."""
-    if _compiling() or _dispatch_modes() or _transforms() is not None or _tracing():
+    if _compiling() or _dispatch_modes() or _transforms() is not None or _tracing() or _forward_ad._current_level >= 0:
         return False
     for x in arguments:  # noqa: SIM110 - a generator would cost as much as the rest of this function
         if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):  # the C core would not see a lazy minus sign
@@ -280,6 +355,12 @@ def is_plain(*arguments: Tensor | None) -> bool:
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """True where autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _refuse_tangents(tensors: tuple[Tensor | None, ...]) -> None:
+    """torch would drop the tangents of inputs that do not require grad without a word."""
+    if any(x is not None and _forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 def kernel_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
@@ -306,6 +387,8 @@ def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_fina
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
     options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
+    if not _compiling() and _forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     if not _compiling() and _transforms() is not None:
         o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, CHECKPOINT)
     else:
