@@ -14,6 +14,9 @@ import torch
 
 from rwkv6_ops import _native
 
+# torch.compile keeps graphs on disk and does not notice when a custom operator behind them has changed.
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
 
 @pytest.fixture(params=_native.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:

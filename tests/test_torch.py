@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rest of PyTorch: opcheck, compile, export, fake tensors, transforms, hooks, checkpointing, autocast."""
+"""The rest of PyTorch, on the operator alone: opcheck, compile, export, subclasses, hooks, checkpointing.
+
+Modules around it: test_compile.py and test_autograd.py.
+"""
 
 import pytest
 import torch
 from cases import BY_NAME, NAMES, Case, make
 from oracle import answer, assert_forward, assert_gradients, call, inputs, true_answer
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import rwkv6_ops
@@ -103,15 +105,6 @@ def test_export_keeps_one_operator():
     assert torch.equal(program.module()(*tensors), rwkv6_ops.wkv6(*tensors, decay="raw")[0])
 
 
-def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones():
-    problem = make(BY_NAME["f16-f32-bf16-f16-bf16-K8V8"])
-    real = call(rwkv6_ops.wkv6, problem, inputs(problem))
-    with FakeTensorMode() as mode:
-        fake = call(rwkv6_ops.wkv6, problem, [mode.from_tensor(x) for x in inputs(problem)])
-    for x, y in zip(fake, real, strict=True):
-        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-
-
 def test_a_tensor_subclass_is_dispatched():
     class Named(torch.Tensor):
         pass
@@ -137,22 +130,6 @@ def test_func_grad_equals_autograd():
     assert_gradients(dict(zip(NAMES, gradients, strict=True)), true_answer(problem))
 
 
-def test_vmap_is_a_clear_error():
-    p = make(CASE)
-    stacked = torch.stack([p.r, p.r])
-    with pytest.raises((RuntimeError, NotImplementedError), match="rwkv6_ops: no vmap rule"):
-        torch.func.vmap(lambda r: rwkv6_ops.wkv6(r, p.k, p.v, p.w, p.u)[0])(stacked)
-
-
-def test_double_backward_is_an_error():
-    problem = make(CASE)
-    tensors = [x.requires_grad_() for x in inputs(problem)]
-    o, _ = call(rwkv6_ops.wkv6, problem, tensors)
-    (gradient,) = torch.autograd.grad(o, tensors[0], torch.ones_like(o).requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|first derivatives only"):
-        gradient.sum().backward()
-
-
 def test_double_backward_through_the_registered_operator_is_an_error():
     p = make(CASE)
     r = p.r.requires_grad_()
@@ -160,15 +137,6 @@ def test_double_backward_through_the_registered_operator_is_an_error():
     (gradient,) = torch.autograd.grad(o, r, torch.ones_like(o).requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         gradient.sum().backward()
-
-
-def test_forward_mode_is_an_error():
-    p = make(CASE)
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises((RuntimeError, NotImplementedError)),
-    ):
-        rwkv6_ops.wkv6(torch.autograd.forward_ad.make_dual(p.r, p.r), p.k, p.v, p.w, p.u)
 
 
 # ---- Around autograd ----
@@ -240,33 +208,3 @@ def test_reentrant_checkpointing_of_whole_blocks():
     leaf = x.detach().requires_grad_()
     checkpoint(block, leaf, use_reentrant=True).sum().backward()
     assert torch.equal(leaf.grad, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_of_the_layers_around_it(dtype: torch.dtype):
-    """float32 parameters; the projections give halves, the decay stays float32, and so do the gradients."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 21, 16, generator=generator)
-    weights = [torch.randn(16, 16, generator=generator).mul(0.2).requires_grad_() for _ in range(4)]
-    u = torch.randn(2, 8, generator=generator).requires_grad_()
-
-    def loss(x, weights, u, autocast: bool):
-        with torch.autocast("cpu", dtype, enabled=autocast):
-            r, k, v, w = (torch.nn.functional.linear(x, weight).view(2, 21, 2, 8) for weight in weights)
-            o, _ = rwkv6_ops.wkv6(r, k, v, w.float(), u, decay="raw")
-        assert o.dtype == (dtype if autocast else x.dtype)
-        return o.float().square().mean() * 1024
-
-    got = torch.autograd.grad(loss(x, weights, u, True), [*weights, u])
-    want = torch.autograd.grad(loss(x, weights, u, False), [*weights, u])
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == torch.float32
-        assert (a - b).norm() < (0.03 if dtype == torch.bfloat16 else 0.004) * b.norm()
-
-
-def test_deepcopied_and_pickled_functions_work():
-    import copy
-    import pickle
-
-    assert copy.deepcopy(rwkv6_ops.wkv6) is rwkv6_ops.wkv6
-    assert pickle.loads(pickle.dumps(rwkv6_ops.wkv6_step_)) is rwkv6_ops.wkv6_step_
