@@ -3,7 +3,8 @@
 
     python benchmarks/overhead.py
 
-For scale, the first line is a torch operation of the same size.
+For scale, the first lines are a torch operation of the same size, and the C entry points on outputs that exist already:
+what a call costs over these is Python and allocation.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last, so that an
 
 import rwkv6_ops
 from benchmarks.timing import interleaved, machine, machine_line
+from rwkv6_ops import _native
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -46,9 +48,15 @@ def calls() -> dict[str, Callable[[], object]]:
         return torch.autograd.grad(F.linear(a, b), (a, b), do[0, 0, :, :1])
 
     inference, no_grad = torch.inference_mode, torch.no_grad
+    o, final_state, checkpoints = torch.empty_like(v), torch.empty_like(state), torch.empty(0, 1, 8, 8)
+    options = (None, 1.0, 0, 64)  # cu_seqlens, scale, flags, tokens from one checkpoint to the next
     return {
         "torch: F.linear, inference_mode": under(inference, lambda: F.linear(r[0, 0], u)),
         "torch: F.linear, forward and backward": both_matmul,
+        "C entry: forward": lambda: _native.forward(r, k, v, w, u, None, o, None, None, *options),
+        "C entry: forward with states": lambda: _native.forward(r, k, v, w, u, state, o, final_state, None, *options),
+        "C entry: forward with checkpoints": lambda: _native.forward(*leaves, None, o, None, checkpoints, *options),
+        "C entry: step": lambda: _native.step(*step, u, state, out, *options),
         "the mode itself: inference_mode": under(inference, lambda: None),
         "the mode itself: no_grad": under(no_grad, lambda: None),
         "wkv6, inference_mode": under(inference, lambda: rwkv6_ops.wkv6(r, k, v, w, u)),

@@ -25,6 +25,10 @@ _NO_FORWARD_MODE = "rwkv6_ops: the operator has no forward-mode derivative; use 
 _NO_VMAP = "rwkv6_ops: wkv6_step_ has no vmap rule; fold the mapped dimension into the batch dimension B"
 _NO_VMAP_OVER_OFFSETS = "rwkv6_ops: no vmap over cu_seqlens: the sequences of all samples have to be the same"
 
+# Looked up once: the functions of one call take less time than finding them.
+_empty_like, _contiguous_format, _grad_enabled = torch.empty_like, torch.contiguous_format, torch.is_grad_enabled
+_native_forward, _native_step, _REVERSE, _RAW_DECAY = _native.forward, _native.step, _native.REVERSE, _native.RAW_DECAY
+
 _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
@@ -48,7 +52,7 @@ _library.define(
 
 
 def _flags(reverse: bool, raw_decay: bool) -> int:
-    return (_native.REVERSE if reverse else 0) | (_native.RAW_DECAY if raw_decay else 0)
+    return (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0)
 
 
 def _state_dtype(r: Tensor) -> torch.dtype:
@@ -61,21 +65,28 @@ def _state_shape(r: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
 
 
 def _allocate_forward(
-    r, v, cu_seqlens, output_final_state, checkpoint, spare=0
+    r, v, initial_state, cu_seqlens, output_final_state, checkpoint, spare=0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What the forward pass fills: o, final_state and checkpoints; None for what was not asked for.
 
     Of the checkpoints, the last `spare` are left unwritten.
     """
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    o = _empty_like(v, memory_format=_contiguous_format)
+    if not output_final_state and not checkpoint:
+        return o, None, None
     final_state = checkpoints = None
+    dtype = _state_dtype(r)
+    if output_final_state and initial_state is not None and initial_state.dtype is dtype:
+        final_state = _empty_like(initial_state, memory_format=_contiguous_format)  # half the time of new_empty
+        output_final_state = False
     if output_final_state or checkpoint:
-        state, dtype, device = _state_shape(r, v, cu_seqlens), _state_dtype(r), r.device
+        batch, time, heads, width = r.shape
+        state = (heads, width, v.shape[3])
         if output_final_state:
-            final_state = torch.empty(state, dtype=dtype, device=device)
+            sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            final_state = r.new_empty((sequences, *state), dtype=dtype)
         if checkpoint:
-            saved = r.shape[0] * r.shape[1] // checkpoint + spare
-            checkpoints = torch.empty((saved, *state[1:]), dtype=dtype, device=device)
+            checkpoints = r.new_empty((batch * time // checkpoint + spare, *state), dtype=dtype)
     return o, final_state, checkpoints
 
 
@@ -95,9 +106,11 @@ def _without_none(r: Tensor, tensors) -> tuple[Tensor, ...]:
 def _forward_kernel(
     r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint, spare=0
 ):
-    outputs = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint, spare)
-    flags = _flags(reverse, raw_decay)
-    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT)
+    o, final, saved = outputs = _allocate_forward(
+        r, v, initial_state, cu_seqlens, output_final_state, checkpoint, spare
+    )
+    flags, checkpoint = _flags(reverse, raw_decay), checkpoint or CHECKPOINT
+    _native_forward(r, k, v, w, u, initial_state, o, final, saved, cu_seqlens, scale, flags, checkpoint)
     return outputs
 
 
@@ -147,16 +160,16 @@ def _backward_op_kernel(r, k, v, w, u, initial_state, cu_seqlens, checkpoints, *
     return _without_none(r, _backward_kernel(*inputs, *args))
 
 
-def _step_kernel(r, k, v, w, u, state, scale, raw_decay, out=None):
-    o = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    _native.step(r, k, v, w, u, state, o, None, scale, _flags(False, raw_decay), 1)
+def _step_op_kernel(r, k, v, w, u, state, scale, raw_decay):
+    o = _empty_like(v, memory_format=_contiguous_format)
+    _native_step(r, k, v, w, u, state, o, None, scale, _flags(False, raw_decay), 1)
     return o
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("wkv6_forward", _forward_op_kernel, _key)
     _library.impl("wkv6_backward", _backward_op_kernel, _key)
-    _library.impl("wkv6_step_", _step_kernel, _key)
+    _library.impl("wkv6_step_", _step_op_kernel, _key)
 
 
 # ---- Shapes alone, for torch.compile, export and FakeTensor ----
@@ -164,7 +177,7 @@ for _key in ("CPU", "CUDA"):
 
 @torch.library.register_fake("rwkv6_ops::wkv6_forward", lib=_library)
 def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint):
-    return _without_none(r, _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint, _SPARE))
+    return _without_none(r, _allocate_forward(r, v, initial_state, cu_seqlens, output_final_state, checkpoint, _SPARE))
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_backward", lib=_library)
@@ -191,13 +204,12 @@ def _save(ctx, inputs, output):
 def _saved_gradients(ctx, backward, grad_o, grad_final_state):
     """Gradients of the six differentiable inputs by `backward`, None where the input does not require one."""
     wanted = list(ctx.needs_input_grad[:6])
-    if not ctx.has_final_state:
-        grad_final_state = None
     gradients = backward(*ctx.saved_tensors, grad_o, grad_final_state, *ctx.options, wanted)
     return [x if want else None for x, want in zip(gradients, wanted, strict=True)]
 
 
 def _registered_backward(ctx, grad_o, grad_final_state, _):
+    grad_final_state = grad_final_state if ctx.has_final_state else None
     return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 6)
 
 
@@ -284,7 +296,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _eager_backward(*inputs):
     if torch.is_grad_enabled():  # create_graph=True
         return _OnceDifferentiable.apply(*inputs)
-    if is_plain(*inputs[8:10]):
+    if all(x is None or (type(x) in _PLAIN_TYPES and not x.is_neg()) for x in inputs[8:10]) and not _dispatch_modes():
         try:
             return _backward_kernel(*inputs)
         except RuntimeError:  # batched gradients: no memory to read
@@ -298,15 +310,20 @@ class _EagerWKV6(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
         options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT)
-        inputs = (r, k, v, w, u, initial_state, cu_seqlens, *options)
-        output = _forward_kernel(*inputs)
-        _save(ctx, inputs, output)
-        return output[0], output[1]
+        o, final_state, saved = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, *options)
+        ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, saved)
+        ctx.options = (scale, reverse, raw_decay, CHECKPOINT)
+        ctx.set_materialize_grads(False)
+        return (o, final_state) if output_final_state else o
 
     @staticmethod
-    def backward(ctx, grad_o, grad_final_state):
+    def backward(ctx, grad_o, grad_final_state=None):
         gradients = _saved_gradients(ctx, _eager_backward, grad_o, grad_final_state)
         return (*gradients, *(None,) * 5)
+
+
+# Function.apply() less what it does for torch.func, which does not come this way.
+_apply_eager = super(torch.autograd.Function, _EagerWKV6).apply
 
 
 class _TransformedWKV6(torch.autograd.Function):
@@ -325,31 +342,39 @@ class _TransformedWKV6(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, grad_final_state, _):
+        grad_final_state = grad_final_state if ctx.has_final_state else None
         return (*_saved_gradients(ctx, _OnceDifferentiable.apply, grad_o, grad_final_state), *(None,) * 6)
 
 
 # ---- Which way a call goes ----
 
-_compiling = torch.compiler.is_compiling
-_tracing = torch.jit.is_tracing
+_compiling = torch.compiler.is_dynamo_compiling  # torch.export without Dynamo has a dispatch mode
+_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, selective checkpointing, make_fx ...
 _transforms = torch._C._functorch.peek_interpreter_stack  # torch.func.grad, vmap ...
 _forward_ad = torch.autograd.forward_ad
-_any_requires_grad = torch._C._any_requires_grad
+_increment_version = torch.autograd.graph.increment_version
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 # What the C core raises before anything is launched, and torch for a tensor without readable memory (meta, sparse).
 REFUSALS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 
 
-def is_plain(*arguments: Tensor | None) -> bool:
-    """True where the dispatcher would find nothing to do but to call autograd and the kernel."""
+def is_plain(r, k, v, w, u, state: Tensor | None, other: Tensor | None) -> bool:
+    """True where the dispatcher would find nothing to do but to call autograd and the kernel.
+
+    Written out, and asking for types before anything else, because it runs before every call.
+    """
     if _compiling() or _dispatch_modes() or _transforms() is not None or _tracing() or _forward_ad._current_level >= 0:
         return False
-    for x in arguments:  # noqa: SIM110 - a generator would cost as much as the rest of this function
-        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):  # the C core would not see a lazy minus sign
-            return False
-    return True
+    types = _PLAIN_TYPES
+    if not (type(r) in types and type(k) in types and type(v) in types and type(w) in types and type(u) in types):
+        return False
+    if r.is_neg() or k.is_neg() or v.is_neg() or w.is_neg() or u.is_neg():  # the C core would not see a lazy minus sign
+        return False
+    return (state is None or (type(state) in types and not state.is_neg())) and (
+        other is None or (type(other) in types and not other.is_neg())
+    )
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -374,12 +399,16 @@ def kernel_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
 
 def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
     """The operator on plain tensors: o, and final_state or None. Raises REFUSALS."""
-    cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
-    if torch.is_grad_enabled() and _any_requires_grad(r, k, v, w, u, initial_state):
-        return _EagerWKV6.apply(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay)
-    o, final_state, _ = _forward_kernel(
-        r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, 0
-    )
+    if cu_seqlens is not None:
+        cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
+    options = (scale, output_final_state, reverse, raw_decay)
+    if _grad_enabled() and (
+        (r.requires_grad or k.requires_grad or v.requires_grad or w.requires_grad or u.requires_grad)
+        or (initial_state is not None and initial_state.requires_grad)
+    ):
+        outputs = _apply_eager(r, k, v, w, u, initial_state, cu_seqlens, *options)
+        return outputs if output_final_state else (outputs, None)
+    o, final_state, _ = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, *options, 0)
     return o, final_state
 
 
@@ -398,11 +427,12 @@ def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_fina
 
 def wkv6_step_eager_(r, k, v, w, u, state, scale, raw_decay, out):
     """One token on plain tensors, `state` updated in place: o. Raises REFUSALS."""
-    o = _step_kernel(r, k, v, w, u, state, scale, raw_decay, out)
+    o = _empty_like(v, memory_format=_contiguous_format) if out is None else out
+    _native_step(r, k, v, w, u, state, o, None, scale, _RAW_DECAY if raw_decay else 0, 1)
     if not state.is_inference():
-        torch.autograd.graph.increment_version(state)
+        _increment_version(state)
     if out is not None and not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+        _increment_version(out)
     return o
 
 

@@ -96,9 +96,10 @@ def wkv6(
     >>> o.shape, state.shape
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
-    _check.choice("decay", decay, _DECAYS)
-    _check.choice("algorithm", algorithm, _ALGORITHMS)
-    _check.choice("precision", precision, _PRECISIONS)
+    if decay not in _DECAYS or algorithm not in _ALGORITHMS or precision not in _PRECISIONS:
+        _check.choice("decay", decay, _DECAYS)
+        _check.choice("algorithm", algorithm, _ALGORITHMS)
+        _check.choice("precision", precision, _PRECISIONS)
     tensors = (r, k, v, w, u, initial_state, cu_seqlens)
     options = (scale, output_final_state, reverse, decay == "raw")
     if _ops.is_plain(*tensors):
@@ -407,7 +408,8 @@ def wkv6_step_(
     RuntimeError
         Autograd would have to record the call: the step has no gradient. Use `wkv6`, or ``torch.no_grad()``.
     """
-    _check.choice("decay", decay, _DECAYS)
+    if decay not in _DECAYS:
+        _check.choice("decay", decay, _DECAYS)
     arguments = (r, k, v, w, u, state, scale, decay == "raw", out)
     if _ops.is_plain(r, k, v, w, u, state, out):
         if _ops.needs_gradient(r, k, v, w, u, state, out):
