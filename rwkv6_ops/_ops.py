@@ -64,6 +64,13 @@ def _state_shape(r: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
     return (sequences, r.shape[2], r.shape[3], v.shape[3])
 
 
+def _allocate_final_state(r, v, initial_state, cu_seqlens) -> Tensor:
+    dtype = _state_dtype(r)
+    if initial_state is not None and initial_state.dtype is dtype:
+        return _empty_like(initial_state, memory_format=_contiguous_format)  # half the time of new_empty
+    return r.new_empty(_state_shape(r, v, cu_seqlens), dtype=dtype)
+
+
 def _allocate_forward(
     r, v, initial_state, cu_seqlens, output_final_state, checkpoint, spare=0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -72,21 +79,12 @@ def _allocate_forward(
     Of the checkpoints, the last `spare` are left unwritten.
     """
     o = _empty_like(v, memory_format=_contiguous_format)
-    if not output_final_state and not checkpoint:
-        return o, None, None
-    final_state = checkpoints = None
-    dtype = _state_dtype(r)
-    if output_final_state and initial_state is not None and initial_state.dtype is dtype:
-        final_state = _empty_like(initial_state, memory_format=_contiguous_format)  # half the time of new_empty
-        output_final_state = False
-    if output_final_state or checkpoint:
+    final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
+    checkpoints = None
+    if checkpoint:
         batch, time, heads, width = r.shape
-        state = (heads, width, v.shape[3])
-        if output_final_state:
-            sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            final_state = r.new_empty((sequences, *state), dtype=dtype)
-        if checkpoint:
-            checkpoints = r.new_empty((batch * time // checkpoint + spare, *state), dtype=dtype)
+        shape = (batch * time // checkpoint + spare, heads, width, v.shape[3])
+        checkpoints = r.new_empty(shape, dtype=_state_dtype(r))
     return o, final_state, checkpoints
 
 
@@ -401,14 +399,17 @@ def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_sta
     """The operator on plain tensors: o, and final_state or None. Raises REFUSALS."""
     if cu_seqlens is not None:
         cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
-    options = (scale, output_final_state, reverse, raw_decay)
     if _grad_enabled() and (
         (r.requires_grad or k.requires_grad or v.requires_grad or w.requires_grad or u.requires_grad)
         or (initial_state is not None and initial_state.requires_grad)
     ):
+        options = (scale, output_final_state, reverse, raw_decay)
         outputs = _apply_eager(r, k, v, w, u, initial_state, cu_seqlens, *options)
         return outputs if output_final_state else (outputs, None)
-    o, final_state, _ = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, *options, 0)
+    o = _empty_like(v, memory_format=_contiguous_format)
+    final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
+    flags = _flags(reverse, raw_decay)
+    _native_forward(r, k, v, w, u, initial_state, o, final_state, None, cu_seqlens, scale, flags, CHECKPOINT)
     return o, final_state
 
 

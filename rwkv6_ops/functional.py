@@ -100,15 +100,15 @@ def wkv6(
         _check.choice("decay", decay, _DECAYS)
         _check.choice("algorithm", algorithm, _ALGORITHMS)
         _check.choice("precision", precision, _PRECISIONS)
-    tensors = (r, k, v, w, u, initial_state, cu_seqlens)
-    options = (scale, output_final_state, reverse, decay == "raw")
-    if _ops.is_plain(*tensors):
+    raw = decay == "raw"
+    if _ops.is_plain(r, k, v, w, u, initial_state, cu_seqlens):
         try:  # the C core checks it all in a microsecond; what it refuses goes the long way and meets _check's words
-            return _ops.wkv6_eager(*tensors, *options)
+            return _ops.wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw)
         except _ops.REFUSALS:
             pass
+    tensors = (r, k, v, w, u, initial_state, cu_seqlens)
     _check.operator(*tensors, scale)
-    return _ops.wkv6_dispatched(*tensors, *options)
+    return _ops.wkv6_dispatched(*tensors, scale, output_final_state, reverse, raw)
 
 
 def fused_recurrent_rwkv6(
