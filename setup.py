@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds rwkv6_ops._native: plain C17 on CPython's limited API, nothing of torch. The rest is in pyproject.toml."""
 
+import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit("rwkv6_ops: free-threaded Python has no limited API yet, which the extension is built on; use a usual build")
 
 SOURCES = sorted(str(path) for path in (*Path("csrc").glob("*.c"), *Path("csrc/cpu").glob("*.c")))
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
