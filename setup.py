@@ -8,7 +8,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
-    sys.exit("rwkv6_ops: free-threaded Python has no limited API yet, which the extension is built on; use a usual build")
+    sys.exit(
+        "rwkv6_ops: free-threaded Python has no limited API yet, which the extension is built on; use a usual build"
+    )
 
 SOURCES = sorted(str(path) for path in (*Path("csrc").glob("*.c"), *Path("csrc/cpu").glob("*.c")))
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))

@@ -2,6 +2,8 @@
 """Python threads, forked processes and torch's own pool."""
 
 import multiprocessing
+import os
+import signal
 import sys
 import threading
 import time
@@ -9,7 +11,7 @@ import time
 import pytest
 import torch
 from cases import NAMES, Case, make
-from oracle import answer, inputs
+from oracle import answer, assert_close, call, inputs
 
 import rwkv6_ops
 from rwkv6_ops import _native
@@ -102,3 +104,99 @@ def test_the_parent_goes_on_after_a_fork():
     child.start()
     child.join(timeout=60)
     assert same(answer(rwkv6_ops.wkv6, make(SMALL)), want)
+
+
+class _Sequences(torch.utils.data.Dataset):
+    """Computes its items with the operator, forward and backward, as a reward model or a feature extractor would."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        torch.use_deterministic_algorithms(False)  # in a worker: see _in_child
+        got = answer(rwkv6_ops.wkv6, make(SMALL))
+        return torch.stack([got.o[0, :, i].flatten(), got.gradients["w"][0, :, i].flatten()])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_data_loader_workers_compute():
+    """Workers are forked after the operator, and torch's pool, have run in the parent."""
+    torch.set_num_threads(2)
+    want = torch.stack([_Sequences()[i] for i in range(4)])
+    loader = torch.utils.data.DataLoader(_Sequences(), batch_size=1, num_workers=2, timeout=60)
+    assert torch.equal(torch.cat(list(loader)), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_of_a_child():
+    """os.fork() in a forked child: the second one's answer comes back through both."""
+    torch.set_num_threads(2)
+    problem = make(SMALL)
+    want = answer(rwkv6_ops.wkv6, problem)
+    child = os.fork()
+    if child == 0:
+        torch.use_deterministic_algorithms(False)
+        first = answer(rwkv6_ops.wkv6, problem)
+        grandchild = os.fork()
+        if grandchild == 0:
+            second = answer(rwkv6_ops.wkv6, problem)
+            torch.set_num_threads(1)
+            os._exit(0 if same(second, want) else 1)
+        torch.set_num_threads(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
+        os._exit(status if same(first, want) else 2)
+    assert wait_for(child) == 0
+
+
+def wait_for(child: int, seconds: float = 60) -> int | None:
+    """The exit status of the process, None if it hangs (and is no more)."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def test_replicas_in_threads_share_their_gradients():
+    """As DataParallel runs them: a forward pass per thread on the same parameters, then one backward pass over all."""
+    torch.set_num_threads(2)
+    problem = make(SMALL)
+    leaves = [x.requires_grad_() for x in inputs(problem)]
+    outputs = [None] * 4
+
+    def replica(i: int) -> None:
+        outputs[i] = call(rwkv6_ops.wkv6, problem, leaves)
+
+    workers = [threading.Thread(target=replica, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    want = answer(rwkv6_ops.wkv6, problem)
+    flat = [x for pair in outputs for x in pair]
+    gradients = torch.autograd.grad(flat, leaves, [problem.grad_o, problem.grad_final_state] * 4)
+    for name, gradient in zip(NAMES, gradients, strict=True):
+        assert_close(f"gradient of {name}", gradient / 4, want.gradients[name], 2e-7)
+
+
+def test_switched_modes_belong_to_their_thread():
+    """inference_mode in one thread leaves another one's training alone."""
+    problem = make(SMALL)
+    results = []
+
+    def infer() -> None:
+        with torch.inference_mode():
+            results.append(call(rwkv6_ops.wkv6, problem, inputs(problem))[0])
+
+    leaves = [x.detach().requires_grad_() for x in inputs(problem)]
+    thread = threading.Thread(target=infer)
+    thread.start()
+    o, _ = call(rwkv6_ops.wkv6, problem, leaves)
+    thread.join(timeout=120)
+    assert o.requires_grad
+    assert not results[0].requires_grad
+    assert torch.equal(o, results[0])
