@@ -38,7 +38,12 @@ $(VENV)/demo.stamp: $(VENV)/tools.stamp
 demo: install $(VENV)/demo.stamp
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: install
+# Models of other packages, for tests/test_peers.py: two small ones, without what else they would bring.
+$(VENV)/peers.stamp: $(VENV)/tools.stamp
+	$(INSTALL) --no-deps rwkv rwkv-simple einops
+	touch $@
+
+test: install $(VENV)/peers.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: install
