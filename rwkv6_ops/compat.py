@@ -17,11 +17,14 @@ from torch import Tensor
 
 from . import _check, functional
 
-_NAMES = ("B", "T", "C", "H", "r", "k", "v", "w", "u")
+# RUN_CUDA_RWKV6's arguments by their number.
+_FORMS = {5: tuple("rkvwu"), 6: tuple("rkvwus"), 9: tuple("BTCHrkvwu")}
 
 
 def RUN_CUDA_RWKV6(*arguments: int | Tensor, **named: int | Tensor) -> Tensor:
-    """RWKV-LM's and Vision-RWKV's operator without state: ``(r, k, v, w, u)`` or ``(B, T, C, H, r, k, v, w, u)``.
+    """The operator of RWKV-LM, Vision-RWKV and their descendants, in the three forms that are about.
+
+    ``(r, k, v, w, u)`` and ``(B, T, C, H, r, k, v, w, u)`` are without state; ``(r, k, v, w, u, s)`` changes one in place.
 
     Parameters
     ----------
@@ -31,6 +34,8 @@ def RUN_CUDA_RWKV6(*arguments: int | Tensor, **named: int | Tensor) -> Tensor:
         `w` raw.
     u : Tensor [H, N]
         The bonus.
+    s : Tensor [B, H, V, K]
+        As in `RUN_WKV6STATE_CUDA`. The originals stop gradients at it; here they flow.
 
     Returns
     -------
@@ -42,13 +47,16 @@ def RUN_CUDA_RWKV6(*arguments: int | Tensor, **named: int | Tensor) -> Tensor:
     TypeError, ValueError, RuntimeError
         Another number of arguments, or as in `rwkv6_ops.wkv6`.
     """
-    names = _NAMES if len(arguments) + len(named) == len(_NAMES) else _NAMES[4:]
+    count = len(arguments) + len(named)
+    names = _FORMS.get(count, ())
     given = dict(zip(names, arguments, strict=False)) | named
-    if len(arguments) + len(named) != len(names) or set(given) != set(names):
-        wanted = "(r, k, v, w, u) or (B, T, C, H, r, k, v, w, u)"
-        raise TypeError(f"RUN_CUDA_RWKV6: {len(arguments) + len(named)} arguments, expected {wanted}")
-    r, k, v, w, u = (given[name] for name in _NAMES[4:])
-    B, T, C, H = (given[name] for name in _NAMES[:4]) if "B" in given else _sizes(r, u)
+    if len(given) != count or set(given) != set(names):
+        wanted = "(r, k, v, w, u), (r, k, v, w, u, s) or (B, T, C, H, r, k, v, w, u)"
+        raise TypeError(f"RUN_CUDA_RWKV6: {count} arguments, expected {wanted}")
+    r, k, v, w, u = (given[name] for name in "rkvwu")
+    B, T, C, H = (given[name] for name in "BTCH") if "B" in given else _sizes(r, u)
+    if "s" in given:
+        return RUN_WKV6STATE_CUDA(B, T, C, H, r, k, v, w, u, given["s"])
     return _wkv6(B, T, C, H, r, k, v, w, u)[0]
 
 

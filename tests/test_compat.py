@@ -81,6 +81,14 @@ def test_rwkv_lm_and_vision_rwkv(call: str, dtype: torch.dtype):
     assert_like_the_loop([y], inputs, [want], exact)
 
 
+def test_the_form_with_six_arguments_changes_a_state_in_place():
+    data = [*tokens(), states(B, H, N, N)]
+    inputs, exact = leaves(*data), exact_leaves(*data)
+    s = inputs[5].clone()
+    y = compat.RUN_CUDA_RWKV6(*inputs[:5], s)
+    assert_like_the_loop([y, s], inputs, list(loop(*exact)), exact)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_rwkv_lm_state_tuning_shares_one_state(dtype: torch.dtype):
     """CASES 2, RWKV-LM #241: the kernel had no batch offset; here a state without batch serves every row."""
@@ -187,7 +195,7 @@ def test_states_are_read_through_strides():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda d, s: compat.RUN_CUDA_RWKV6(*d[:4]), TypeError, r"4 arguments, expected \(r, k, v, w, u\) or \(B, T"),
+        (lambda d, s: compat.RUN_CUDA_RWKV6(*d[:4]), TypeError, r"4 arguments, expected \(r, k, v, w, u\), \(r"),
         (lambda d, s: compat.RUN_CUDA_RWKV6(B, T, C, H, *d[:4], v=d[2]), TypeError, "9 arguments"),
         (lambda d, s: compat.RUN_CUDA_RWKV6(B, T, C + 1, H, *d), ValueError, "C: 25, expected a positive multiple"),
         (lambda d, s: compat.RUN_CUDA_RWKV6(B, T + 1, C, H, *d), ValueError, r"r: shape \(2, 19, 24\)"),
