@@ -24,7 +24,7 @@ _FORMS = {5: tuple("rkvwu"), 6: tuple("rkvwus"), 9: tuple("BTCHrkvwu")}
 def RUN_CUDA_RWKV6(*arguments: int | Tensor, **named: int | Tensor) -> Tensor:
     """The operator of RWKV-LM, Vision-RWKV and their descendants, in the three forms that are about.
 
-    ``(r, k, v, w, u)`` and ``(B, T, C, H, r, k, v, w, u)`` are without state; ``(r, k, v, w, u, s)`` changes one in place.
+    ``(r, k, v, w, u)`` and ``(B, T, C, H, r, k, v, w, u)`` have no state; ``(r, k, v, w, u, s)`` changes one in place.
 
     Parameters
     ----------

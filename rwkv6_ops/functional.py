@@ -86,9 +86,10 @@ def wkv6(
 
     Notes
     -----
-    ``torch.func.vmap`` over anything else is right, per-sample gradients included. Sums and states are float32 whatever the inputs (float64 if they are). The result does not depend on the number of
-    threads. The same in plain PyTorch: `rwkv6_ops.reference.wkv6`. Source: Peng et al., "Eagle and Finch: RWKV with
-    Matrix-Valued States and Dynamic Recurrence", 2024, https://arxiv.org/abs/2404.05892.
+    Sums and states are float32 whatever the inputs (float64 if they are). The result does not depend on the number of
+    threads. ``torch.func.vmap`` gives the right answer, per-sample gradients included. The same in plain PyTorch:
+    `rwkv6_ops.reference.wkv6`. Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
+    Recurrence", 2024, https://arxiv.org/abs/2404.05892.
 
     Examples
     --------
