@@ -49,6 +49,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
     inference, no_grad = torch.inference_mode, torch.no_grad
     o, final_state, checkpoints = torch.empty_like(v), torch.empty_like(state), torch.empty(0, 1, 8, 8)
+    compiled = torch.compile(rwkv6_ops.wkv6, fullgraph=True)
     options = (None, 1.0, 0, 64)  # cu_seqlens, scale, flags, tokens from one checkpoint to the next
     return {
         "torch: F.linear, inference_mode": under(inference, lambda: F.linear(r[0, 0], u)),
@@ -65,6 +66,8 @@ def calls() -> dict[str, Callable[[], object]]:
         "wkv6 with states in and out, inference_mode": under(
             inference, lambda: rwkv6_ops.wkv6(r, k, v, w, u, initial_state=state, output_final_state=True)
         ),
+        "wkv6, compiled, inference_mode": under(inference, lambda: compiled(r, k, v, w, u)),
+        "wkv6, compiled, forward with grad": lambda: compiled(*leaves),
         "wkv6, forward with grad": lambda: rwkv6_ops.wkv6(*leaves),
         "wkv6, forward and backward": both,
         "wkv6_step_, inference_mode": under(inference, lambda: rwkv6_ops.wkv6_step_(*step, u, state)),
