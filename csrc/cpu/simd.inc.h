@@ -56,7 +56,26 @@ INLINE lanes fma_lanes(lanes a, lanes b, lanes c) { return a * b + c; }
 #endif
 
 /* Lane by lane: where the mask's bits are all set x, where they are clear y. Comparisons of `lanes` give such masks. */
-INLINE lanes choose(lanes_integer mask, lanes x, lanes y) { return (lanes)((mask & (lanes_integer)x) | (~mask & (lanes_integer)y)); }
+INLINE lanes choose(lanes_integer mask, lanes x, lanes y) {
+  return (lanes)((mask & (lanes_integer)x) | (~mask & (lanes_integer)y));
+}
+
+/* x, but at least `low` and at most `high`; NaN stays NaN. x86 returns the second operand where one is NaN. */
+#if WKV6_REAL_BITS == 32 && WKV6_VECTOR_BYTES == 64
+INLINE lanes clamp(lanes x, lanes low, lanes high) {
+  return (lanes)_mm512_min_ps((__m512)high, _mm512_max_ps((__m512)low, (__m512)x));
+}
+#elif WKV6_REAL_BITS == 32 && WKV6_VECTOR_BYTES == 32
+INLINE lanes clamp(lanes x, lanes low, lanes high) {
+  return (lanes)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
+}
+#elif WKV6_REAL_BITS == 32 && defined(__x86_64__)
+INLINE lanes clamp(lanes x, lanes low, lanes high) {
+  return (lanes)_mm_min_ps((__m128)high, _mm_max_ps((__m128)low, (__m128)x));
+}
+#elif WKV6_REAL_BITS == 32
+INLINE lanes clamp(lanes x, lanes low, lanes high) { return choose(x < low, low, choose(x > high, high, x)); }
+#endif
 
 INLINE real sum_of_lanes(lanes x) {
   real sum = 0;
@@ -109,46 +128,50 @@ INLINE lanes take_row_sums(real *matrix) {
   return x[0];
 }
 
-/* b = the transpose of a [LANES][LANES] block of a; row strides in reals. Kept simple: it runs once a segment, not once a token. */
+/* x = the transpose of a square matrix whose elements are runs of `width` lanes: LANES / width rows of as many elements. Halves are
+ * exchanged between rows half the matrix apart, then quarters, and so on. */
+#define EXCHANGE_LEVEL(S, LOW, HIGH)                                                                                   \
+  if ((S) >= width)                                                                                                    \
+    UNROLL for (int l = 0; l < LANES / 2 / width; l++) {                                                               \
+      const int apart = (S) / width, row = l / apart * 2 * apart + l % apart;                                          \
+      const lanes a = x[row], b = x[row + apart];                                                                      \
+      x[row] = APPLY(SHUFFLE, a, b, UNWRAP LOW);                                                                       \
+      x[row + apart] = APPLY(SHUFFLE, a, b, UNWRAP HIGH);                                                              \
+    }
+INLINE void transpose_lanes(const int width, lanes *x) { LEVELS(EXCHANGE_LEVEL) }
+
+/* b = the transpose of a [LANES][LANES] block of a; row strides in reals. */
 INLINE void transpose_block(const real *a, int64_t stride_a, real *b, int64_t stride_b) {
-  UNROLL for (int l = 0; l < LANES; l++) {
-    lanes column;
-    UNROLL for (int m = 0; m < LANES; m++) column[m] = a[m * stride_a + l];
-    store(b + l * stride_b, column);
-  }
+  lanes x[LANES];
+  UNROLL for (int l = 0; l < LANES; l++) x[l] = load(a + l * stride_a);
+  transpose_lanes(1, x);
+  UNROLL for (int l = 0; l < LANES; l++) store(b + l * stride_b, x[l]);
 }
 
-/* exp(x) and expm1(x) to about one unit in the last place, for any x: 0 and -1 at -inf, inf where exp overflows, NaN for NaN. */
+/* exp(x) and expm1(x) to about one unit in the last place: 0 and -1 from -88 down, NaN for NaN. In float, exp stays at
+ * 2.4e38 above 88.37: as a log decay that forgets everything, as inf would, and times a decay of 0 it is 0. */
 #if WKV6_REAL_BITS == 32
 INLINE void exp_lanes(lanes x, lanes *exp_x, lanes *expm1_x) {
-  /* exp is 0 (subnormals aside) below the first bound and overflows above the second. */
-  const lanes_integer low = x < broadcast(-87.3f), high = x > broadcast(88.72283f);
-  const lanes_integer ordinary = ~(low | high | (x != x));
-  const lanes y = choose(ordinary, x, broadcast(0));
-  /* Adding 1.5 * 2^23 leaves round(y / ln 2) in the low bits. ln 2 in two parts, the first short enough for n * LN2_HIGH to be exact. */
-  const lanes shift = broadcast(12582912.0f);
-  const lanes shifted = fma_lanes(y, broadcast(1.44269504f), shift);
+  x = clamp(x, broadcast(-88.0f), broadcast(88.3762f));
+  /* Adding 1.5 * 2^23 leaves n = round(x / ln 2) in the low bits, adding 127 more its exponent field: 2^n is a shift
+   * away, and n = -127 makes it 0. ln 2 in two parts, the first short enough for its product with n to be exact. */
+  const lanes shift = broadcast(12582912.0f + 127.0f);
+  const lanes shifted = fma_lanes(x, broadcast(1.44269504f), shift);
+  const lanes two_n = (lanes)((lanes_integer)shifted << 23);
   const lanes n = shifted - shift;
-  const lanes z = fma_lanes(n, broadcast(2.12194440e-4f), fma_lanes(n, broadcast(-0.693359375f), y));
-  /* expm1(z) = z + z^2 (1/2 + z/6 + ...), |z| <= ln(2) / 2: Taylor to z^7 leaves less than 6e-9. */
-  lanes p = broadcast(1.0f / 5040);
-  p = fma_lanes(p, z, broadcast(1.0f / 720));
-  p = fma_lanes(p, z, broadcast(1.0f / 120));
-  p = fma_lanes(p, z, broadcast(1.0f / 24));
-  p = fma_lanes(p, z, broadcast(1.0f / 6));
+  const lanes z = fma_lanes(n, broadcast(2.12194440e-4f), fma_lanes(n, broadcast(-0.693359375f), x));
+  /* expm1(z) = z + z^2 p(z), p the minimax polynomial on |z| <= ln(2) / 2, which leaves less than 5e-9. */
+  lanes p = broadcast(1.3950492e-3f);
+  p = fma_lanes(p, z, broadcast(8.36889e-3f));
+  p = fma_lanes(p, z, broadcast(4.1666206e-2f));
+  p = fma_lanes(p, z, broadcast(0.16666518f));
   p = fma_lanes(p, z, broadcast(0.5f));
   p = fma_lanes(p * z, z, z);
-  /* 2^(n - 1), built in the exponent field: n reaches 128, one more than a float's exponent can hold. */
-  const lanes_integer bits = (lanes_integer)shifted - (lanes_integer)shift;
-  const lanes half_scale = (lanes)((bits + 126) << 23);
-  const lanes e = fma_lanes(p, half_scale, half_scale) * broadcast(2);
-  const lanes m = fma_lanes(p, half_scale, half_scale - broadcast(0.5f)) * broadcast(2);
-  const lanes overflow_or_nan = x * broadcast(INFINITY); /* x > 0 or NaN where it is used */
-  *exp_x = choose(ordinary, e, choose(low, broadcast(0), overflow_or_nan));
-  *expm1_x = choose(ordinary, m, choose(low, broadcast(-1), overflow_or_nan));
+  *exp_x = fma_lanes(p, two_n, two_n);
+  *expm1_x = fma_lanes(p, two_n, two_n - broadcast(1));
 }
 #else
-INLINE void exp_lanes(lanes x, lanes *exp_x, lanes *expm1_x) { /* the float64 path is for checking gradients: libm's accuracy, not speed */
+INLINE void exp_lanes(lanes x, lanes *exp_x, lanes *expm1_x) { /* for checking gradients: libm's accuracy, not speed */
   for (int l = 0; l < LANES; l++) {
     (*exp_x)[l] = exp(x[l]);
     (*expm1_x)[l] = expm1(x[l]);

@@ -72,7 +72,7 @@ static void backward_load(const wkv6_problem *p, const backward_block *b, const 
   load_tokens(b->w, b->K_, &p->w, s, h, t, count, p->K);
   load_tokens(b->v, b->V_, &p->v, s, h, t, count, p->V);
   load_tokens(b->grad_o, b->V_, &p->grad_o, s, h, t, count, p->V);
-  load_row(b->u, p->K, row_address(&p->u, h, 0, 0), p->u.stride[1], p->u.dtype);
+  load_u(b->u, p, h);
   memset(b->grad_u, 0, (size_t)b->K_ * sizeof(real));
   memset(b->grad_w, 0, (size_t)(count * b->K_) * sizeof(real));
   const lanes scale = broadcast((real)p->scale);
@@ -286,6 +286,6 @@ static void reduce_grad_u(const wkv6_problem *p) {
       double sum = 0;
       for (int64_t n = 0; n < p->N; n++) sum += (double)parts[(n * p->H + h) * p->K + i];
       const real rounded = (real)sum;
-      store_row(row_address(&p->grad_u, h, i, 0), 1, 1, p->grad_u.dtype, &rounded);
+      store_rows(row_address(&p->grad_u, h, i, 0), 0, 1, p->grad_u.dtype, 1, 1, &rounded, 0);
     }
 }

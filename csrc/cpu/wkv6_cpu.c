@@ -30,13 +30,25 @@ static const wkv6_kernels *kernels_for(const wkv6_problem *p) {
   return wkv6_is_double(p) ? isa->f64 : isa->f32;
 }
 
+/* Which form is faster was measured (docs/performance.md): a chunk has to be packed whole, however few its tokens. */
+#define CHUNK_FROM_TOKENS 8
+
+static int uses_chunks(const wkv6_problem *p) {
+  if (p->flags & (WKV6_RECURRENT | WKV6_CHUNK)) return (p->flags & WKV6_CHUNK) != 0;
+  return p->N > 0 && p->B * p->T / p->N >= CHUNK_FROM_TOKENS;
+}
+
 static size_t scratch_forward(const job *j, int64_t heads) { return j->kernels->forward_scratch(j->problem, heads); }
+static size_t scratch_chunk_forward(const job *j, int64_t heads) { return j->kernels->chunk_forward_scratch(j->problem, heads); }
 static size_t scratch_backward(const job *j, int64_t heads) { return j->kernels->backward_scratch(j->problem, heads); }
 static size_t scratch_step(const job *j, int64_t heads) {
   (void)heads; /* one at a time */
   return j->kernels->step_scratch(j->problem);
 }
 static void run_forward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->forward(p, w, scratch); }
+static void run_chunk_forward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
+  k->chunk_forward(p, w, scratch);
+}
 static void run_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->backward(p, w, scratch); }
 static void run_step(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->step(p, w, scratch); }
 
@@ -94,6 +106,10 @@ static wkv6_status run(job *j, int can_split_columns) {
 
 wkv6_status wkv6_cpu_forward(const wkv6_problem *p) {
   job j = {.problem = p, .scratch = scratch_forward, .run = run_forward};
+  if (uses_chunks(p)) {
+    j.scratch = scratch_chunk_forward;
+    j.run = run_chunk_forward;
+  }
   return run(&j, 1);
 }
 

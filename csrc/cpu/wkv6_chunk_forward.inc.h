@@ -1,0 +1,143 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Forward pass, chunk form: equations (9) and (10) of docs/wkv6.md, two operations an element of the state and token where the recurrent
+ * form has three. Both are matrix products over a chunk of tokens, done in tiles that stay in registers.
+ * Lanes run over V, and each sum over K is one chain in the order of i, so that o does not depend on the tiling or the number of threads.
+ */
+typedef struct {
+  chunk_block chunk;
+  real *rows[4];         /* [CHUNK][K_] or [CHUNK][V_] each: r, k, w, v where they are not whole vectors of reals */
+  real *v, *o;           /* [CHUNK][V_] */
+  real *u, *partial, *A; /* [K_], [PAIR_ROWS][LANES], [PAIR_ROWS] */
+  int64_t rows_a_tile;   /* that each state tile prefetches */
+  state_block heads;
+} chunk_forward_block;
+
+static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+  const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
+  chunk_forward_block b = {.chunk = {.K_ = K_, .V_ = V_}};
+  const int64_t tiles = (p->K / TILE) * ((V_ + LANES) / (2 * LANES));
+  b.rows_a_tile = tiles ? (PREFETCHED * CHUNK + tiles - 1) / tiles : 0;
+  chunk_block *c = &b.chunk;
+  real **const of_K[] = {&c->r, &c->k, &c->r_start, &c->k_end, &c->d, &b.rows[0], &b.rows[1], &b.rows[2]};
+  for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, CHUNK * K_);
+  b.rows[3] = take(scratch, CHUNK * V_);
+  b.v = take(scratch, CHUNK * V_);
+  b.o = take(scratch, CHUNK * V_);
+  c->decay = take(scratch, K_);
+  b.u = take(scratch, K_);
+  b.partial = take(scratch, PAIR_ROWS * LANES);
+  b.A = take(scratch, PAIR_ROWS);
+  b.heads = state_layout(p, heads, scratch);
+  return b;
+}
+
+static size_t chunk_forward_scratch(const wkv6_problem *p, int64_t heads) {
+  char *end = NULL;
+  chunk_forward_layout(p, heads, &end);
+  return (size_t)(end - (char *)NULL);
+}
+
+/* (9) for tokens first .. first + TILE - 1 of the chunk and `columns` vectors of V; S, v and o at the first of them. */
+INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk_forward_block *b, const real *S, const real *v, real *o,
+                        int64_t stride_o) {
+  const int64_t K_ = b->chunk.K_, V_ = b->chunk.V_;
+  const real *r = b->chunk.r_start + first * K_;
+  lanes sum[TILE][2], row[2];
+  UNROLL for (int t = 0; t < TILE; t++) UNROLL for (int c = 0; c < columns; c++) sum[t][c] = broadcast(0);
+  _Pragma("GCC unroll 2") for (int64_t i = 0; i < K; i++, S += V_) {
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(S + c * LANES);
+    UNROLL for (int t = 0; t < TILE; t++) {
+      const lanes x = broadcast(r[t * K_ + i]);
+      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+    }
+  }
+  NO_UNROLL for (int64_t s = 0; s < first; s++, v += V_) {
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + c * LANES);
+    UNROLL for (int t = 0; t < TILE; t++) {
+      const lanes x = broadcast(b->A[pair(s, first + t)]);
+      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+    }
+  }
+  /* The diagonal block as a true triangle: an infinite v times a zero of A would reach earlier tokens as NaN. */
+  UNROLL for (int s = 0; s < TILE; s++) {
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + s * V_ + c * LANES);
+    UNROLL for (int t = s; t < TILE; t++) {
+      const lanes x = broadcast(b->A[pair(first + s, first + t)]);
+      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+    }
+  }
+  UNROLL for (int t = 0; t < TILE; t++)
+    UNROLL for (int c = 0; c < columns; c++) store(o + (first + t) * stride_o + c * LANES, sum[t][c]);
+}
+
+/* (10) for `rows` rows of the state from i and `columns` vectors of V; S and v at the first of them. */
+INLINE void state_tile(const int rows, const int columns, int64_t i, const chunk_block *b, const real *v, real *S) {
+  lanes s[TILE][2], value[2];
+  const real *key = b->k_end + i, *decay = b->decay + i;
+  UNROLL for (int x = 0; x < rows; x++) {
+    const lanes d = broadcast(decay[x]);
+    UNROLL for (int c = 0; c < columns; c++) s[x][c] = d * load(S + x * b->V_ + c * LANES);
+  }
+  _Pragma("GCC unroll 2") for (int64_t t = 0; t < CHUNK; t++, key += b->K_, v += b->V_) {
+    UNROLL for (int c = 0; c < columns; c++) value[c] = load(v + c * LANES);
+    UNROLL for (int x = 0; x < rows; x++) {
+      const lanes k = broadcast(key[x]);
+      UNROLL for (int c = 0; c < columns; c++) s[x][c] = fma_lanes(k, value[c], s[x][c]);
+    }
+  }
+  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(S + x * b->V_ + c * LANES, s[x][c]);
+}
+
+/* Everything for `columns` vectors of V from j on. The state's columns come from the nearest cache for the second product. */
+INLINE void chunk_columns(const int columns, int64_t K, int64_t j, const chunk_forward_block *b, real *S, real *o, int64_t stride_o,
+                          prefetcher *ahead) {
+  for (int64_t t = 0; t < CHUNK; t += TILE) output_tile(columns, t, K, b, S + j, b->v + j, o + j, stride_o);
+  int64_t i = 0;
+  for (; i + TILE <= K; i += TILE) {
+    prefetch_some(ahead);
+    state_tile(TILE, columns, i, &b->chunk, b->v + j, S + i * b->chunk.V_ + j);
+  }
+  for (; i < K; i++) state_tile(1, columns, i, &b->chunk, b->v + j, S + i * b->chunk.V_ + j); /* no padded rows */
+}
+
+static __attribute__((noinline)) void forward_chunk(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                                    int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
+  const int64_t K = p->K, V = p->V, K_ = b->chunk.K_, V_ = b->chunk.V_;
+  const chunk_rows r = find_rows(&p->r, s, h, t, count, K, 0, b->rows[0], K_), k = find_rows(&p->k, s, h, t, count, K, 0, b->rows[1], K_),
+                   w = find_rows(&p->w, s, h, t, count, K, no_decay(p), b->rows[2], K_),
+                   v = find_rows(&p->v, s, h, t, count, V, 0, b->rows[3], V_);
+  pack_chunk(p, &b->chunk, r, k, w, rest);
+  for (int64_t i = 0; i < CHUNK; i++)
+    for (int64_t j = 0; j < V_; j += LANES) store(b->v + i * V_ + j, load(v.at + i * v.stride + j));
+  chunk_pairs(&b->chunk, b->u, b->partial, b->A);
+
+  const int in_place = count == CHUNK && V == V_ && p->o.dtype == REAL_DTYPE && p->o.stride[3] == 1;
+  real *o = in_place ? (real *)row_address(&p->o, s->batch, s->first + t * s->step, h) : b->o;
+  const int64_t stride_o = in_place ? s->step * p->o.stride[1] : V_;
+  int64_t j = 0;
+  for (; j + 2 * LANES <= V_; j += 2 * LANES) chunk_columns(2, K, j, b, S, o, stride_o, ahead);
+  if (j < V_) chunk_columns(1, K, j, b, S, o, stride_o, ahead);
+  if (!in_place) store_tokens(&p->o, s, h, t, count, V, b->o, V_);
+}
+
+/* Tokens [t, t + count) of head h. */
+static void chunk_forward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t h, int64_t t, int64_t count,
+                                  real *rest, real *S) {
+  const chunk_forward_block *b = block;
+  load_u(b->u, p, h);
+  for (int64_t c = 0; c < count; c += CHUNK) {
+    /* The next chunk, which is the next head's first one after the segment's last. */
+    const int last = c + CHUNK >= count;
+    prefetcher ahead = prefetch_tokens(p, s, last ? h + 1 : h, last ? t : t + c + CHUNK, b->rows_a_tile);
+    forward_chunk(p, b, s, h, t + c, count - c < CHUNK ? count - c : CHUNK, rest, S, &ahead);
+  }
+}
+
+static void chunk_forward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
+  const wkv6_problem part = of_columns(p, work);
+  char *end = scratch;
+  const chunk_forward_block b = chunk_forward_layout(&part, work->head_end - work->head, &end);
+  memset(scratch, 0, (size_t)((char *)b.heads.rest - (char *)scratch)); /* the padding */
+  forward_pass(&part, work, &b.heads, chunk_forward_tokens, &b);
+}
