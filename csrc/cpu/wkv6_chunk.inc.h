@@ -37,24 +37,35 @@ typedef struct {
   real *decay;           /* [K_] P(1..C) */
 } chunk_block;
 
-/* Tokens [t, t + count) of x, in place where they are whole vectors of reals, else copied to scratch [CHUNK][stride] and filled up with
- * `filler`. */
-static chunk_rows find_rows(const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t width, real filler,
+/* Tokens [t, t + count) of x, in place where they are whole vectors of reals, else copied to scratch [CHUNK][stride] and
+ * filled up with zeros: tokens that leave the state as it is. */
+static chunk_rows find_rows(const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t width,
                             real *scratch, int64_t stride) {
   if (count == CHUNK && width == stride && x->dtype == REAL_DTYPE && x->stride[3] == 1)
     return (chunk_rows){(const real *)row_address(x, s->batch, s->first + t * s->step, h), s->step * x->stride[1]};
   load_tokens(scratch, stride, x, s, h, t, count, width);
-  for (int64_t i = count * stride; i < CHUNK * stride; i++) scratch[i] = filler;
+  memset(scratch + count * stride, 0, (size_t)((CHUNK - count) * stride) * sizeof(real));
   return (chunk_rows){scratch, stride};
 }
 
-/* What a token after the last one has for w, so that its decay is 1. */
-INLINE real no_decay(const wkv6_problem *p) { return p->flags & WKV6_RAW_DECAY ? -(real)INFINITY : 0; }
+/* The same for w, and the log decays where it holds raw x. */
+static chunk_rows find_log_decays(const wkv6_problem *p, const sequence *s, int64_t h, int64_t t, int64_t count,
+                                  real *scratch, int64_t K_) {
+  const chunk_rows x = find_rows(&p->w, s, h, t, count, p->K, scratch, K_);
+  if (!(p->flags & WKV6_RAW_DECAY)) return x;
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t c = 0; c < K_; c += LANES) {
+      lanes e, m;
+      exp_lanes(load(x.at + i * x.stride + c), &e, &m);
+      store(scratch + i * K_ + c, -e);
+    }
+  return (chunk_rows){scratch, K_};
+}
 
-/* Packs `vectors` vectors of channels from c on. The chunk's decay comes from exp(sum of w) - 1, summed without cancellation, so that a
- * long chain of chunks loses nothing (wkv6_decay.inc.h). */
-INLINE void pack_channels(const int vectors, const int raw, lanes scale, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w,
-                          int64_t c, real *rest) {
+/* Packs `vectors` vectors of channels from c on. The chunk's decay comes from exp(sum of w) - 1, summed without
+ * cancellation, so that a long chain of chunks loses nothing (wkv6_decay.inc.h). */
+INLINE void pack_channels(const int vectors, lanes scale, const chunk_block *b, chunk_rows r, chunk_rows k,
+                          chunk_rows w, int64_t c, real *rest) {
   lanes product[PACK], m_sum[PACK];
   UNROLL for (int x = 0; x < vectors; x++) {
     product[x] = broadcast(1);
@@ -63,12 +74,8 @@ INLINE void pack_channels(const int vectors, const int raw, lanes scale, const c
   NO_UNROLL for (int64_t t = 0; t < CHUNK; t++) {
     UNROLL for (int x = 0; x < vectors; x++) {
       const int64_t from = c + x * LANES, to = t * b->K_ + from;
-      lanes e, m, log_decay = load(w.at + t * w.stride + from);
-      if (raw) {
-        exp_lanes(log_decay, &e, &m);
-        log_decay = -e;
-      }
-      exp_lanes(log_decay, &e, &m);
+      lanes e, m;
+      exp_lanes(load(w.at + t * w.stride + from), &e, &m);
       const lanes scaled = scale * load(r.at + t * r.stride + from);
       store(b->r + to, scaled);
       store(b->r_start + to, scaled * product[x]);
@@ -92,58 +99,98 @@ INLINE void pack_channels(const int vectors, const int raw, lanes scale, const c
   }
 }
 
-INLINE void pack_rows(const int raw, lanes scale, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w, real *rest) {
-  int64_t c = 0;
-  for (; c + PACK * LANES <= b->K_; c += PACK * LANES) pack_channels(PACK, raw, scale, b, r, k, w, c, rest);
-  for (; c < b->K_; c += LANES) pack_channels(1, raw, scale, b, r, k, w, c, rest);
-}
-
-static void pack_chunk(const wkv6_problem *p, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w, real *rest) {
+static void pack_chunk(const wkv6_problem *p, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w,
+                       real *rest) {
   const lanes scale = broadcast((real)p->scale);
-  if (p->flags & WKV6_RAW_DECAY)
-    pack_rows(1, scale, b, r, k, w, rest);
-  else
-    pack_rows(0, scale, b, r, k, w, rest);
+  int64_t c = 0;
+  for (; c + PACK * LANES <= b->K_; c += PACK * LANES) pack_channels(PACK, scale, b, r, k, w, c, rest);
+  for (; c < b->K_; c += LANES) pack_channels(1, scale, b, r, k, w, c, rest);
 }
 
-/* Adds to partial[pair][LANES] the part of A that `vectors` vectors of channels from c on contribute, lane by lane:
- * A_ts = sum_i r_t[i] k_s[i] P(s+1..t-1)[i], and on the diagonal r_t . (u * k_t). */
-INLINE void pair_products(const int vectors, const int first, const chunk_block *b, const real *u, int64_t c, real *partial) {
+/* Two [CHUNK][stride] matrices whose rows are multiplied in pairs, row s of `early` with row t >= s of `late`. Between them stand
+ * the decays d of the tokens s+1 .. t-1, and u where s = t; without decays both are NULL. */
+typedef struct {
+  const real *early, *late, *d, *u;
+  int64_t stride;
+} row_pairs;
+
+/* The part of all pairs' products that `vectors` vectors from c on contribute, lane by lane; added to partial[PAIRS][LANES] unless it
+ * is the `first`. */
+INLINE void pair_products(const int vectors, const int first, const int decayed, const row_pairs *x, int64_t c, real *partial) {
   NO_UNROLL for (int64_t s = 0; s < CHUNK; s++) {
-    const real *r = b->r + s * b->K_ + c, *d = b->d + s * b->K_ + c;
-    lanes key[PACK], sum = broadcast(0);
-    UNROLL for (int x = 0; x < vectors; x++) {
-      key[x] = load(b->k + s * b->K_ + c + x * LANES);
-      sum = fma_lanes(load(r + x * LANES) * key[x], load(u + c + x * LANES), sum);
+    const real *late = x->late + s * x->stride + c, *d = x->d + s * x->stride + c;
+    lanes early[PACK], sum = broadcast(0);
+    UNROLL for (int v = 0; v < vectors; v++) {
+      early[v] = load(x->early + s * x->stride + c + v * LANES);
+      const lanes left = decayed ? early[v] * load(x->u + c + v * LANES) : early[v];
+      sum = fma_lanes(left, load(late + v * LANES), sum);
     }
     real *to = partial + pair(s, s) * LANES;
     store(to, first ? sum : sum + load(to));
     NO_UNROLL for (int64_t t = s + 1; t < CHUNK; t++) {
-      r += b->K_;
+      late += x->stride;
       to += LANES;
       sum = broadcast(0);
-      UNROLL for (int x = 0; x < vectors; x++) {
-        if (t > s + 1) key[x] *= load(d + x * LANES);
-        sum = fma_lanes(load(r + x * LANES), key[x], sum);
+      UNROLL for (int v = 0; v < vectors; v++) {
+        if (decayed && t > s + 1) early[v] *= load(d + v * LANES);
+        sum = fma_lanes(load(late + v * LANES), early[v], sum);
       }
       store(to, first ? sum : sum + load(to));
-      d += b->K_;
+      if (decayed) d += x->stride;
     }
   }
 }
 
 #define PAIR_ROWS ((PAIRS + LANES - 1) / LANES * LANES) /* whole vectors of them */
 
-/* A of the chunk: A[pair(s, t)], s <= t, u on the diagonal. */
-static void chunk_pairs(const chunk_block *b, const real *u, real *partial, real *A) {
+/* sums[pair(s, t)] = the sum over i of early_s late_t and what stands between them. `partial` is scratch [PAIR_ROWS][LANES]. */
+INLINE void sum_pairs(const int decayed, const row_pairs *x, real *partial, real *sums) {
   int64_t c = 0;
-  if (c + PACK * LANES <= b->K_)
-    pair_products(PACK, 1, b, u, c, partial), c += PACK * LANES;
+  if (x->stride >= PACK * LANES)
+    pair_products(PACK, 1, decayed, x, c, partial), c += PACK * LANES;
   else
-    pair_products(1, 1, b, u, c, partial), c += LANES;
-  for (; c + PACK * LANES <= b->K_; c += PACK * LANES) pair_products(PACK, 0, b, u, c, partial);
-  for (; c < b->K_; c += LANES) pair_products(1, 0, b, u, c, partial);
-  NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES) store(A + m, row_sums(partial + m * LANES));
+    pair_products(1, 1, decayed, x, c, partial), c += LANES;
+  for (; c + PACK * LANES <= x->stride; c += PACK * LANES) pair_products(PACK, 0, decayed, x, c, partial);
+  for (; c < x->stride; c += LANES) pair_products(1, 0, decayed, x, c, partial);
+  NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES) store(sums + m, row_sums(partial + m * LANES));
+}
+
+/* A_ts = sum_i r_t[i] k_s[i] P(s+1..t-1)[i] at A[pair(s, t)], and r_t . (u * k_t) on the diagonal. */
+static void chunk_A(const chunk_block *b, const real *u, real *partial, real *A) {
+  const row_pairs x = {b->k, b->r, b->d, u, b->K_};
+  sum_pairs(1, &x, partial, A);
+}
+
+/* sum[t] += sum over i < count of left[t][i] right[i]: a tile of TILE rows and `columns` vectors of a matrix product. One
+ * chain of additions an element, in the order of i. */
+INLINE void multiply_rows(const int columns, int64_t count, const real *left, int64_t stride_left, const real *right,
+                          int64_t stride_right, lanes sum[TILE][2]) {
+  _Pragma("GCC unroll 2") for (int64_t i = 0; i < count; i++, right += stride_right) {
+    lanes row[2];
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(right + c * LANES);
+    UNROLL for (int t = 0; t < TILE; t++) {
+      const lanes x = broadcast(left[t * stride_left + i]);
+      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+    }
+  }
+}
+
+/* sum[x] += sum over the chunk's tokens t of left[t][x] right[t]: `rows` rows and `columns` vectors of a state's update. */
+INLINE void multiply_tokens(const int rows, const int columns, const real *left, int64_t stride_left, const real *right,
+                            int64_t stride_right, lanes sum[TILE][2]) {
+  _Pragma("GCC unroll 2") for (int64_t t = 0; t < CHUNK; t++, left += stride_left, right += stride_right) {
+    lanes row[2];
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(right + c * LANES);
+    UNROLL for (int x = 0; x < rows; x++) {
+      const lanes factor = broadcast(left[x]);
+      UNROLL for (int c = 0; c < columns; c++) sum[x][c] = fma_lanes(factor, row[c], sum[x][c]);
+    }
+  }
+}
+
+INLINE void store_tile(const int rows, const int columns, const lanes tile[TILE][2], real *to, int64_t stride) {
+  UNROLL for (int x = 0; x < rows; x++)
+    UNROLL for (int c = 0; c < columns; c++) store(to + x * stride + c * LANES, tile[x][c]);
 }
 
 /* The rows that the next chunk will read and write, fetched into the nearest cache a few at a time between the tiles of the present one:

@@ -6,7 +6,7 @@
  */
 typedef struct {
   chunk_block chunk;
-  real *rows[4];         /* [CHUNK][K_] or [CHUNK][V_] each: r, k, w, v where they are not whole vectors of reals */
+  real *rows[3];         /* [CHUNK][K_] each: r, k, w where they are not whole vectors of reals */
   real *v, *o;           /* [CHUNK][V_] */
   real *u, *partial, *A; /* [K_], [PAIR_ROWS][LANES], [PAIR_ROWS] */
   int64_t rows_a_tile;   /* that each state tile prefetches */
@@ -21,7 +21,6 @@ static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t h
   chunk_block *c = &b.chunk;
   real **const of_K[] = {&c->r, &c->k, &c->r_start, &c->k_end, &c->d, &b.rows[0], &b.rows[1], &b.rows[2]};
   for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, CHUNK * K_);
-  b.rows[3] = take(scratch, CHUNK * V_);
   b.v = take(scratch, CHUNK * V_);
   b.o = take(scratch, CHUNK * V_);
   c->decay = take(scratch, K_);
@@ -39,21 +38,14 @@ static size_t chunk_forward_scratch(const wkv6_problem *p, int64_t heads) {
 }
 
 /* (9) for tokens first .. first + TILE - 1 of the chunk and `columns` vectors of V; S, v and o at the first of them. */
-INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk_forward_block *b, const real *S, const real *v, real *o,
-                        int64_t stride_o) {
+INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk_forward_block *b, const real *S,
+                        const real *v, real *o, int64_t stride_o) {
   const int64_t K_ = b->chunk.K_, V_ = b->chunk.V_;
-  const real *r = b->chunk.r_start + first * K_;
   lanes sum[TILE][2], row[2];
   UNROLL for (int t = 0; t < TILE; t++) UNROLL for (int c = 0; c < columns; c++) sum[t][c] = broadcast(0);
-  _Pragma("GCC unroll 2") for (int64_t i = 0; i < K; i++, S += V_) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(S + c * LANES);
-    UNROLL for (int t = 0; t < TILE; t++) {
-      const lanes x = broadcast(r[t * K_ + i]);
-      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
-    }
-  }
-  NO_UNROLL for (int64_t s = 0; s < first; s++, v += V_) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + c * LANES);
+  multiply_rows(columns, K, b->chunk.r_start + first * K_, K_, S, V_, sum);
+  NO_UNROLL for (int64_t s = 0; s < first; s++) {
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + s * V_ + c * LANES);
     UNROLL for (int t = 0; t < TILE; t++) {
       const lanes x = broadcast(b->A[pair(s, first + t)]);
       UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
@@ -61,32 +53,24 @@ INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk
   }
   /* The diagonal block as a true triangle: an infinite v times a zero of A would reach earlier tokens as NaN. */
   UNROLL for (int s = 0; s < TILE; s++) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + s * V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + (first + s) * V_ + c * LANES);
     UNROLL for (int t = s; t < TILE; t++) {
       const lanes x = broadcast(b->A[pair(first + s, first + t)]);
       UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
     }
   }
-  UNROLL for (int t = 0; t < TILE; t++)
-    UNROLL for (int c = 0; c < columns; c++) store(o + (first + t) * stride_o + c * LANES, sum[t][c]);
+  store_tile(TILE, columns, sum, o + first * stride_o, stride_o);
 }
 
 /* (10) for `rows` rows of the state from i and `columns` vectors of V; S and v at the first of them. */
 INLINE void state_tile(const int rows, const int columns, int64_t i, const chunk_block *b, const real *v, real *S) {
-  lanes s[TILE][2], value[2];
-  const real *key = b->k_end + i, *decay = b->decay + i;
+  lanes s[TILE][2];
   UNROLL for (int x = 0; x < rows; x++) {
-    const lanes d = broadcast(decay[x]);
-    UNROLL for (int c = 0; c < columns; c++) s[x][c] = d * load(S + x * b->V_ + c * LANES);
+    const lanes decay = broadcast(b->decay[i + x]);
+    UNROLL for (int c = 0; c < columns; c++) s[x][c] = decay * load(S + x * b->V_ + c * LANES);
   }
-  _Pragma("GCC unroll 2") for (int64_t t = 0; t < CHUNK; t++, key += b->K_, v += b->V_) {
-    UNROLL for (int c = 0; c < columns; c++) value[c] = load(v + c * LANES);
-    UNROLL for (int x = 0; x < rows; x++) {
-      const lanes k = broadcast(key[x]);
-      UNROLL for (int c = 0; c < columns; c++) s[x][c] = fma_lanes(k, value[c], s[x][c]);
-    }
-  }
-  UNROLL for (int x = 0; x < rows; x++) UNROLL for (int c = 0; c < columns; c++) store(S + x * b->V_ + c * LANES, s[x][c]);
+  multiply_tokens(rows, columns, b->k_end + i, b->K_, v, b->V_, s);
+  store_tile(rows, columns, s, S, b->V_);
 }
 
 /* Everything for `columns` vectors of V from j on. The state's columns come from the nearest cache for the second product. */
@@ -104,13 +88,15 @@ INLINE void chunk_columns(const int columns, int64_t K, int64_t j, const chunk_f
 static __attribute__((noinline)) void forward_chunk(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
                                                     int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
   const int64_t K = p->K, V = p->V, K_ = b->chunk.K_, V_ = b->chunk.V_;
-  const chunk_rows r = find_rows(&p->r, s, h, t, count, K, 0, b->rows[0], K_), k = find_rows(&p->k, s, h, t, count, K, 0, b->rows[1], K_),
-                   w = find_rows(&p->w, s, h, t, count, K, no_decay(p), b->rows[2], K_),
-                   v = find_rows(&p->v, s, h, t, count, V, 0, b->rows[3], V_);
+  const chunk_rows r = find_rows(&p->r, s, h, t, count, K, b->rows[0], K_);
+  const chunk_rows k = find_rows(&p->k, s, h, t, count, K, b->rows[1], K_);
+  const chunk_rows w = find_log_decays(p, s, h, t, count, b->rows[2], K_);
+  const chunk_rows v = find_rows(&p->v, s, h, t, count, V, b->v, V_);
   pack_chunk(p, &b->chunk, r, k, w, rest);
-  for (int64_t i = 0; i < CHUNK; i++)
-    for (int64_t j = 0; j < V_; j += LANES) store(b->v + i * V_ + j, load(v.at + i * v.stride + j));
-  chunk_pairs(&b->chunk, b->u, b->partial, b->A);
+  if (v.at != b->v)
+    for (int64_t i = 0; i < CHUNK; i++)
+      for (int64_t j = 0; j < V_; j += LANES) store(b->v + i * V_ + j, load(v.at + i * v.stride + j));
+  chunk_A(&b->chunk, b->u, b->partial, b->A);
 
   const int in_place = count == CHUNK && V == V_ && p->o.dtype == REAL_DTYPE && p->o.stride[3] == 1;
   real *o = in_place ? (real *)row_address(&p->o, s->batch, s->first + t * s->step, h) : b->o;

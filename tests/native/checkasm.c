@@ -7,6 +7,7 @@
  *   checkasm --bench    check, then print times beside this machine's limits, measured in the same run
  */
 #include "cpu/dispatch.h"
+#include "cpu/parallel.h"
 #include "cpu/wkv6_cpu.h"
 
 #include <math.h>
@@ -321,6 +322,7 @@ static int check_all(void) {
 #include "bench.inc.h"
 
 int main(int argc, char **argv) {
+  wkv6_parallel_init(); /* no torch here: one thread */
   const int wrong = check_all();
   if (argc > 1 && !strcmp(argv[1], "--bench")) bench_all();
   return wrong != 0;
