@@ -24,6 +24,8 @@
 
 #include "wkv6_chunk_forward.inc.h"
 
+#include "wkv6_chunk_backward.inc.h"
+
 const wkv6_kernels WKV6_KERNELS = {
     .lanes = LANES,
     .forward_scratch = forward_scratch,
@@ -32,6 +34,8 @@ const wkv6_kernels WKV6_KERNELS = {
     .chunk_forward = chunk_forward,
     .backward_scratch = backward_scratch,
     .backward = backward,
+    .chunk_backward_scratch = chunk_backward_scratch,
+    .chunk_backward = chunk_backward,
     .reduce_grad_u = reduce_grad_u,
     .step_scratch = step_scratch,
     .step = step,

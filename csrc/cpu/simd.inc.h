@@ -127,15 +127,27 @@ INLINE real sum_of_lanes(lanes x) {
   UNROLL for (int l = 0; l < (S); l++) x[l] =                                                          \
       APPLY(SHUFFLE, x[l], x[l + (S)], UNWRAP LOW) + APPLY(SHUFFLE, x[l], x[l + (S)], UNWRAP HIGH);
 
-/* Lane l = the sum of the LANES numbers in row l of a [LANES][LANES] matrix, in three instructions a row. Leaves the matrix zero. */
-INLINE lanes take_row_sums(real *matrix) {
+/* Lanes l and l + 1 of a summed up at lane l, of b at lane l + 1, for every even l. */
+INLINE lanes add_neighbours(lanes a, lanes b) {
+  lanes x[2] = {a, b};
+#define LAST_LEVEL(S, LOW, HIGH) if ((S) == 1) PAIR_LEVEL(S, LOW, HIGH)
+  LEVELS(LAST_LEVEL)
+  return x[0];
+}
+
+/* Lane l = the sum of the LANES numbers in row l of a [LANES][LANES] matrix, in three instructions a row. */
+INLINE lanes row_sums(const real *matrix) {
   lanes x[LANES];
-  UNROLL for (int l = 0; l < LANES; l++) {
-    x[l] = load(matrix + l * LANES);
-    store(matrix + l * LANES, broadcast(0));
-  }
+  UNROLL for (int l = 0; l < LANES; l++) x[l] = load(matrix + l * LANES);
   LEVELS(PAIR_LEVEL)
   return x[0];
+}
+
+/* The same; leaves the matrix zero. */
+INLINE lanes take_row_sums(real *matrix) {
+  const lanes sums = row_sums(matrix);
+  UNROLL for (int l = 0; l < LANES; l++) store(matrix + l * LANES, broadcast(0));
+  return sums;
 }
 
 /* x = the transpose of a square matrix whose elements are runs of `width` lanes: LANES / width rows of as many elements. Halves are

@@ -188,11 +188,6 @@ INLINE void multiply_tokens(const int rows, const int columns, const real *left,
   }
 }
 
-INLINE void store_tile(const int rows, const int columns, const lanes tile[TILE][2], real *to, int64_t stride) {
-  UNROLL for (int x = 0; x < rows; x++)
-    UNROLL for (int c = 0; c < columns; c++) store(to + x * stride + c * LANES, tile[x][c]);
-}
-
 /* The rows that the next chunk will read and write, fetched into the nearest cache a few at a time between the tiles of the present one:
  * rows lie far apart in memory, which no hardware prefetcher follows. */
 #define PREFETCHED 5 /* tensors */

@@ -30,9 +30,7 @@ typedef struct {
   real *inner;              /* [K_] rowsum(G * S) */
   real *u, *grad_u;         /* [K_] */
   real *partial, *A, *M;    /* [PAIR_ROWS][LANES]; [PAIR_ROWS] each, M_st = do_t . v_s */
-  real *natural;            /* [K_][V_] on the way to or from a transposed state */
-  real *rest;               /* [heads][K_] */
-  real *adjoint;            /* [heads][V_][K_] G */
+  adjoint_block heads;
 } chunk_backward_block;
 
 static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
@@ -53,10 +51,8 @@ static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t
   b.partial = take(scratch, PAIR_ROWS * LANES);
   b.A = take(scratch, PAIR_ROWS);
   b.M = take(scratch, PAIR_ROWS);
-  b.natural = take(scratch, K_ * V_);
   b.states = take(scratch, L / CHUNK * V_ * K_);
-  b.rest = take(scratch, heads * K_);
-  b.adjoint = take(scratch, heads * V_ * K_);
+  b.heads = adjoint_layout(p, heads, scratch);
   return b;
 }
 
@@ -85,7 +81,7 @@ static void chunk_backward_load(const wkv6_problem *p, const chunk_backward_bloc
   memset(b->v + count * V_, 0, (size_t)((tokens - count) * V_) * sizeof(real));
   memset(b->grad_o + count * V_, 0, (size_t)((tokens - count) * V_) * sizeof(real));
   for (int64_t c = tokens / CHUNK; c-- > 0;) {
-    const int64_t at = c * CHUNK, here = count - at < CHUNK ? count - at : CHUNK;
+    const int64_t at = c * CHUNK, here = smaller(count - at, CHUNK);
     const chunk_block chunk = chunk_at(&b->chunk, c);
     const chunk_rows r = find_rows(&p->r, s, h, t + at, here, p->K, b->rows[0], K_);
     const chunk_rows k = find_rows(&p->k, s, h, t + at, here, p->K, b->rows[1], K_);
@@ -181,7 +177,7 @@ static void multiply_adjoint(int64_t K, const chunk_block *b, const real *G, rea
       }
     }
     UNROLL for (int v = 0; v < TOKEN_VECTORS; v++) {
-      UNROLL for (int m = 0; m < RUN_TOKENS; m++) x[m] = sum_runs(&sum[m * RUN][v]);
+      UNROLL for (int m = 0; m < RUN_TOKENS; m++) x[m] = RUN == 2 ? add_neighbours(sum[m * RUN][v], sum[(m * RUN + 1) % LANES][v]) : sum[m][v];
       transpose_lanes(RUN, x);
       UNROLL for (int m = 0; m < RUN_TOKENS; m++) store(grad_v + (v * RUN_TOKENS + m) * V_ + j, x[m]);
     }
@@ -320,9 +316,12 @@ static void backward_chunk(const wkv6_problem *p, const chunk_backward_block *b,
   store_tokens(&p->grad_v, s, h, t, count, V, b->grad_v, V_);
 }
 
-static void chunk_backward_segment(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t n, int64_t h,
-                                   int64_t t, int64_t count, real *G) {
+/* Tokens [t, t + count) of head h. */
+static void chunk_backward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h, int64_t t,
+                                  int64_t count, real *rest, real *G) {
+  const chunk_backward_block *b = block;
   const int64_t K_ = b->chunk.K_, V_ = b->chunk.V_, chunks = (count + CHUNK - 1) / CHUNK;
+  chunk_backward_load(p, b, s, h, t, count, rest);
   memset(b->grad_u, 0, (size_t)K_ * sizeof(real));
   for (int64_t c = 0; c < chunks; c++) {
     const chunk_block chunk = chunk_at(&b->chunk, c);
@@ -330,11 +329,15 @@ static void chunk_backward_segment(const wkv6_problem *p, const chunk_backward_b
     multiply_state(p->V, K_, V_, b->grad_o + c * CHUNK * V_, state, b->grad_r + c * CHUNK * K_);
     if (c + 1 < chunks) advance_state(p->V, &chunk, b->v + c * CHUNK * V_, state, state + V_ * K_);
   }
-  for (int64_t c = chunks; c-- > 0;) {
-    const int64_t at = c * CHUNK;
-    backward_chunk(p, b, s, h, t + at, c, count - at < CHUNK ? count - at : CHUNK, G);
-  }
+  for (int64_t c = chunks; c-- > 0;) backward_chunk(p, b, s, h, t + c * CHUNK, c, smaller(count - c * CHUNK, CHUNK), G);
   if (p->grad_u_parts.dtype == WKV6_ABSENT) return;
   real *part = (real *)p->grad_u_parts.data + (n * p->H + h) * p->K;
   for (int64_t i = 0; i < p->K; i++) part[i] += b->grad_u[i];
+}
+
+static void chunk_backward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
+  char *end = scratch;
+  const chunk_backward_block b = chunk_backward_layout(p, work->head_end - work->head, &end);
+  memset(scratch, 0, (size_t)(end - (char *)scratch)); /* padding and rests */
+  backward_pass(p, work, &b.heads, b.states, chunk_backward_tokens, &b);
 }

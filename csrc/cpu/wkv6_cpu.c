@@ -41,6 +41,7 @@ static int uses_chunks(const wkv6_problem *p) {
 static size_t scratch_forward(const job *j, int64_t heads) { return j->kernels->forward_scratch(j->problem, heads); }
 static size_t scratch_chunk_forward(const job *j, int64_t heads) { return j->kernels->chunk_forward_scratch(j->problem, heads); }
 static size_t scratch_backward(const job *j, int64_t heads) { return j->kernels->backward_scratch(j->problem, heads); }
+static size_t scratch_chunk_backward(const job *j, int64_t heads) { return j->kernels->chunk_backward_scratch(j->problem, heads); }
 static size_t scratch_step(const job *j, int64_t heads) {
   (void)heads; /* one at a time */
   return j->kernels->step_scratch(j->problem);
@@ -50,6 +51,9 @@ static void run_chunk_forward(const wkv6_kernels *k, const wkv6_problem *p, cons
   k->chunk_forward(p, w, scratch);
 }
 static void run_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->backward(p, w, scratch); }
+static void run_chunk_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
+  k->chunk_backward(p, w, scratch);
+}
 static void run_step(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->step(p, w, scratch); }
 
 static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -115,6 +119,10 @@ wkv6_status wkv6_cpu_forward(const wkv6_problem *p) {
 
 wkv6_status wkv6_cpu_backward(const wkv6_problem *p) {
   job j = {.problem = p, .scratch = scratch_backward, .run = run_backward};
+  if (uses_chunks(p)) {
+    j.scratch = scratch_chunk_backward;
+    j.run = run_chunk_backward;
+  }
   const wkv6_status status = run(&j, 0);
   if (status == WKV6_OK) kernels_for(p)->reduce_grad_u(p);
   return status;

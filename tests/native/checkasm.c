@@ -138,7 +138,7 @@ typedef struct {
   wkv6_problem p;
 } problem;
 
-#define CHECKPOINT 32
+#define CHECKPOINT 64
 
 static problem make_problem(const shape *s) {
   problem x;
