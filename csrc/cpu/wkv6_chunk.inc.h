@@ -22,19 +22,26 @@
 /* Where pair (s, t), s <= t, of a chunk's tokens stands in the triangle of all pairs. */
 INLINE int64_t pair(int64_t s, int64_t t) { return s * (2 * CHUNK - 1 - s) / 2 + t; }
 
+/* K and V, and both rounded up to whole vectors. The kernels are compiled twice, once for heads of 64 x 64: constant strides leave the
+ * registers to the tiles. */
+typedef struct {
+  int64_t K, V, K_, V_;
+} sizes;
+
+INLINE sizes sizes_of(int64_t K, int64_t V) { return (sizes){K, V, round_up(K, LANES), round_up(V, LANES)}; }
+
 /* The rows of a chunk's tokens, as reals. */
 typedef struct {
   const real *at;
   int64_t stride;
 } chunk_rows;
 
-/* One chunk of one head. K_ and V_ are K and V rounded up to whole vectors. */
+/* One chunk of one head. */
 typedef struct {
-  int64_t K_, V_;
   real *r, *k;           /* [CHUNK][K_] scale * r, k */
   real *r_start, *k_end; /* [CHUNK][K_] r_t P(1..t-1) and k_t P(t+1..C): as the state at the chunk's start and end sees them */
   real *d;               /* [CHUNK][K_] exp(w) */
-  real *decay;           /* [K_] P(1..C) */
+  real *product, *m_sum; /* [K_] P(1..C), and P(1..C) - 1 without cancellation */
 } chunk_block;
 
 /* Tokens [t, t + count) of x, in place where they are whole vectors of reals, else copied to scratch [CHUNK][stride] and
@@ -62,10 +69,9 @@ static chunk_rows find_log_decays(const wkv6_problem *p, const sequence *s, int6
   return (chunk_rows){scratch, K_};
 }
 
-/* Packs `vectors` vectors of channels from c on. The chunk's decay comes from exp(sum of w) - 1, summed without
- * cancellation, so that a long chain of chunks loses nothing (wkv6_decay.inc.h). */
-INLINE void pack_channels(const int vectors, lanes scale, const chunk_block *b, chunk_rows r, chunk_rows k,
-                          chunk_rows w, int64_t c, real *rest) {
+/* Packs `vectors` vectors of channels from c on. */
+INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const chunk_block *b, chunk_rows r, chunk_rows k,
+                          chunk_rows w, int64_t c) {
   lanes product[PACK], m_sum[PACK];
   UNROLL for (int x = 0; x < vectors; x++) {
     product[x] = broadcast(1);
@@ -73,7 +79,7 @@ INLINE void pack_channels(const int vectors, lanes scale, const chunk_block *b, 
   }
   NO_UNROLL for (int64_t t = 0; t < CHUNK; t++) {
     UNROLL for (int x = 0; x < vectors; x++) {
-      const int64_t from = c + x * LANES, to = t * b->K_ + from;
+      const int64_t from = c + x * LANES, to = t * z.K_ + from;
       lanes e, m;
       exp_lanes(load(w.at + t * w.stride + from), &e, &m);
       const lanes scaled = scale * load(r.at + t * r.stride + from);
@@ -85,12 +91,13 @@ INLINE void pack_channels(const int vectors, lanes scale, const chunk_block *b, 
     }
   }
   UNROLL for (int x = 0; x < vectors; x++) {
-    store(b->decay + c + x * LANES, decay_factor(product[x], m_sum[x], rest + c + x * LANES));
+    store(b->product + c + x * LANES, product[x]);
+    store(b->m_sum + c + x * LANES, m_sum[x]);
     product[x] = broadcast(1);
   }
   NO_UNROLL for (int64_t t = CHUNK; t-- > 0;) {
     UNROLL for (int x = 0; x < vectors; x++) {
-      const int64_t from = c + x * LANES, to = t * b->K_ + from;
+      const int64_t from = c + x * LANES, to = t * z.K_ + from;
       const lanes key = load(k.at + t * k.stride + from);
       store(b->k + to, key);
       store(b->k_end + to, key * product[x]);
@@ -99,36 +106,41 @@ INLINE void pack_channels(const int vectors, lanes scale, const chunk_block *b, 
   }
 }
 
-static void pack_chunk(const wkv6_problem *p, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w,
-                       real *rest) {
+INLINE void pack_chunk(const sizes z, const wkv6_problem *p, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w) {
   const lanes scale = broadcast((real)p->scale);
   int64_t c = 0;
-  for (; c + PACK * LANES <= b->K_; c += PACK * LANES) pack_channels(PACK, scale, b, r, k, w, c, rest);
-  for (; c < b->K_; c += LANES) pack_channels(1, scale, b, r, k, w, c, rest);
+  for (; c + PACK * LANES <= z.K_; c += PACK * LANES) pack_channels(PACK, z, scale, b, r, k, w, c);
+  for (; c < z.K_; c += LANES) pack_channels(1, z, scale, b, r, k, w, c);
+}
+
+/* decay[K_]: what states are multiplied by over the chunk. A long chain of chunks loses nothing: see wkv6_decay.inc.h for `rest`. */
+INLINE void chunk_decay(const sizes z, const chunk_block *b, real *rest, real *decay) {
+  for (int64_t c = 0; c < z.K_; c += LANES)
+    store(decay + c, decay_factor(load(b->product + c), load(b->m_sum + c), rest + c));
 }
 
 /* Two [CHUNK][stride] matrices whose rows are multiplied in pairs, row s of `early` with row t >= s of `late`. Between them stand
  * the decays d of the tokens s+1 .. t-1, and u where s = t; without decays both are NULL. */
 typedef struct {
   const real *early, *late, *d, *u;
-  int64_t stride;
 } row_pairs;
 
 /* The part of all pairs' products that `vectors` vectors from c on contribute, lane by lane; added to partial[PAIRS][LANES] unless it
  * is the `first`. */
-INLINE void pair_products(const int vectors, const int first, const int decayed, const row_pairs *x, int64_t c, real *partial) {
+INLINE void pair_products(const int vectors, const int first, const int decayed, const int64_t stride, const row_pairs *x, int64_t c,
+                          real *partial) {
   NO_UNROLL for (int64_t s = 0; s < CHUNK; s++) {
-    const real *late = x->late + s * x->stride + c, *d = x->d + s * x->stride + c;
+    const real *late = x->late + s * stride + c, *d = x->d + s * stride + c;
     lanes early[PACK], sum = broadcast(0);
     UNROLL for (int v = 0; v < vectors; v++) {
-      early[v] = load(x->early + s * x->stride + c + v * LANES);
+      early[v] = load(x->early + s * stride + c + v * LANES);
       const lanes left = decayed ? early[v] * load(x->u + c + v * LANES) : early[v];
       sum = fma_lanes(left, load(late + v * LANES), sum);
     }
     real *to = partial + pair(s, s) * LANES;
     store(to, first ? sum : sum + load(to));
     NO_UNROLL for (int64_t t = s + 1; t < CHUNK; t++) {
-      late += x->stride;
+      late += stride;
       to += LANES;
       sum = broadcast(0);
       UNROLL for (int v = 0; v < vectors; v++) {
@@ -136,7 +148,7 @@ INLINE void pair_products(const int vectors, const int first, const int decayed,
         sum = fma_lanes(load(late + v * LANES), early[v], sum);
       }
       store(to, first ? sum : sum + load(to));
-      if (decayed) d += x->stride;
+      if (decayed) d += stride;
     }
   }
 }
@@ -144,21 +156,21 @@ INLINE void pair_products(const int vectors, const int first, const int decayed,
 #define PAIR_ROWS ((PAIRS + LANES - 1) / LANES * LANES) /* whole vectors of them */
 
 /* sums[pair(s, t)] = the sum over i of early_s late_t and what stands between them. `partial` is scratch [PAIR_ROWS][LANES]. */
-INLINE void sum_pairs(const int decayed, const row_pairs *x, real *partial, real *sums) {
+INLINE void sum_pairs(const int decayed, const int64_t stride, const row_pairs *x, real *partial, real *sums) {
   int64_t c = 0;
-  if (x->stride >= PACK * LANES)
-    pair_products(PACK, 1, decayed, x, c, partial), c += PACK * LANES;
+  if (stride >= PACK * LANES)
+    pair_products(PACK, 1, decayed, stride, x, c, partial), c += PACK * LANES;
   else
-    pair_products(1, 1, decayed, x, c, partial), c += LANES;
-  for (; c + PACK * LANES <= x->stride; c += PACK * LANES) pair_products(PACK, 0, decayed, x, c, partial);
-  for (; c < x->stride; c += LANES) pair_products(1, 0, decayed, x, c, partial);
+    pair_products(1, 1, decayed, stride, x, c, partial), c += LANES;
+  for (; c + PACK * LANES <= stride; c += PACK * LANES) pair_products(PACK, 0, decayed, stride, x, c, partial);
+  for (; c < stride; c += LANES) pair_products(1, 0, decayed, stride, x, c, partial);
   NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES) store(sums + m, row_sums(partial + m * LANES));
 }
 
 /* A_ts = sum_i r_t[i] k_s[i] P(s+1..t-1)[i] at A[pair(s, t)], and r_t . (u * k_t) on the diagonal. */
-static void chunk_A(const chunk_block *b, const real *u, real *partial, real *A) {
-  const row_pairs x = {b->k, b->r, b->d, u, b->K_};
-  sum_pairs(1, &x, partial, A);
+INLINE void chunk_A(const sizes z, const chunk_block *b, const real *u, real *partial, real *A) {
+  const row_pairs x = {b->k, b->r, b->d, u};
+  sum_pairs(1, z.K_, &x, partial, A);
 }
 
 /* sum[t] += sum over i < count of left[t][i] right[i]: a tile of TILE rows and `columns` vectors of a matrix product. One

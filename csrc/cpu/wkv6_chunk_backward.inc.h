@@ -20,14 +20,16 @@
 typedef struct {
   chunk_block chunk;
   real *rows[2];            /* [CHUNK][K_] each: r, k where they are not whole vectors of reals */
-  real *w;                  /* [tokens][K_] */
+  real *w;                  /* [tokens][K_] log decays, where w is raw or not whole vectors of reals */
   real *v, *grad_o;         /* [tokens][V_] */
   real *states;             /* [chunks][V_][K_] before each chunk */
   real *grad_r;             /* [tokens][K_] */
   real *grad_k, *grad_w;    /* [CHUNK][K_] */
   real *grad_v;             /* [CHUNK][V_] */
   real *k_tokens;           /* [K_ / RUN][CHUNK][RUN] k_end with the tokens in the lanes */
-  real *inner;              /* [K_] rowsum(G * S) */
+  real *inner;              /* [K_] rowsum(G * S) of G after a chunk and S before it */
+  real *decay;              /* [K_] of a chunk */
+  real *state_rest;         /* [K_] as `rest` is for the adjoint */
   real *u, *grad_u;         /* [K_] */
   real *partial, *A, *M;    /* [PAIR_ROWS][LANES]; [PAIR_ROWS] each, M_st = do_t . v_s */
   adjoint_block heads;
@@ -36,16 +38,19 @@ typedef struct {
 static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   const int64_t L = round_up(p->T < p->segment ? p->T : p->segment, CHUNK);
-  chunk_backward_block b = {.chunk = {.K_ = K_, .V_ = V_}};
+  chunk_backward_block b;
   real **const of_tokens[] = {&b.chunk.r, &b.chunk.k, &b.chunk.r_start, &b.chunk.k_end, &b.chunk.d, &b.w, &b.grad_r};
   real **const of_chunk[] = {&b.rows[0], &b.rows[1], &b.grad_k, &b.grad_w, &b.k_tokens};
   for (size_t i = 0; i < sizeof of_tokens / sizeof *of_tokens; i++) *of_tokens[i] = take(scratch, L * K_);
   for (size_t i = 0; i < sizeof of_chunk / sizeof *of_chunk; i++) *of_chunk[i] = take(scratch, CHUNK * K_);
-  b.chunk.decay = take(scratch, L / CHUNK * K_);
+  b.chunk.product = take(scratch, L / CHUNK * K_);
+  b.chunk.m_sum = take(scratch, L / CHUNK * K_);
   b.v = take(scratch, L * V_);
   b.grad_o = take(scratch, L * V_);
   b.grad_v = take(scratch, CHUNK * V_);
   b.inner = take(scratch, K_);
+  b.decay = take(scratch, K_);
+  b.state_rest = take(scratch, K_);
   b.u = take(scratch, K_);
   b.grad_u = take(scratch, K_);
   b.partial = take(scratch, PAIR_ROWS * LANES);
@@ -63,97 +68,69 @@ static size_t chunk_backward_scratch(const wkv6_problem *p, int64_t heads) {
 }
 
 /* The block of the segment's chunk c. */
-INLINE chunk_block chunk_at(const chunk_block *segment, int64_t c) {
+INLINE chunk_block chunk_at(const sizes z, const chunk_block *segment, int64_t c) {
   chunk_block b = *segment;
-  const int64_t at = c * CHUNK * b.K_;
+  const int64_t at = c * CHUNK * z.K_;
   b.r += at, b.k += at, b.r_start += at, b.k_end += at, b.d += at;
-  b.decay += c * b.K_;
+  b.product += c * z.K_, b.m_sum += c * z.K_;
   return b;
 }
 
-/* Loads and packs tokens [t, t + count) of head h, the last chunk first: the rests of the decays pass from a segment to the one before it. */
-static void chunk_backward_load(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t,
-                                int64_t count, real *rest) {
-  const int64_t K_ = b->chunk.K_, V_ = b->chunk.V_, tokens = round_up(count, CHUNK);
-  load_u(b->u, p, h);
-  load_tokens(b->v, V_, &p->v, s, h, t, count, p->V);
-  load_tokens(b->grad_o, V_, &p->grad_o, s, h, t, count, p->V);
-  memset(b->v + count * V_, 0, (size_t)((tokens - count) * V_) * sizeof(real));
-  memset(b->grad_o + count * V_, 0, (size_t)((tokens - count) * V_) * sizeof(real));
-  for (int64_t c = tokens / CHUNK; c-- > 0;) {
-    const int64_t at = c * CHUNK, here = smaller(count - at, CHUNK);
-    const chunk_block chunk = chunk_at(&b->chunk, c);
-    const chunk_rows r = find_rows(&p->r, s, h, t + at, here, p->K, b->rows[0], K_);
-    const chunk_rows k = find_rows(&p->k, s, h, t + at, here, p->K, b->rows[1], K_);
-    const chunk_rows w = find_log_decays(p, s, h, t + at, here, b->w + at * K_, K_);
-    pack_chunk(p, &chunk, r, k, w, rest);
+/* to[CHUNK][K_] = left[CHUNK][V_] times a transposed state [V_][K_], `columns` vectors of it. */
+INLINE void multiply_state_columns(const int columns, const sizes z, const real *left, const real *state, real *to) {
+  NO_UNROLL for (int64_t t = 0; t < CHUNK; t += TILE) {
+    lanes sum[TILE][2];
+    UNROLL for (int x = 0; x < TILE; x++) UNROLL for (int c = 0; c < columns; c++) sum[x][c] = broadcast(0);
+    multiply_rows(columns, z.V, left + t * z.V_, z.V_, state, z.K_, sum);
+    store_tile(TILE, columns, sum, to + t * z.K_, z.K_);
   }
 }
 
-/* to[CHUNK][K_] = left[CHUNK][V_] times a transposed state [V_][K_]. */
-static void multiply_state(int64_t V, int64_t K_, int64_t V_, const real *left, const real *state, real *to) {
-  for (int64_t i = 0; i < K_; i += 2 * LANES)
-    for (int64_t t = 0; t < CHUNK; t += TILE) {
-      lanes sum[TILE][2];
-      UNROLL for (int x = 0; x < TILE; x++) UNROLL for (int c = 0; c < 2; c++) sum[x][c] = broadcast(0);
-      if (i + LANES < K_) {
-        multiply_rows(2, V, left + t * V_, V_, state + i, K_, sum);
-        store_tile(TILE, 2, sum, to + t * K_ + i, K_);
-      } else {
-        multiply_rows(1, V, left + t * V_, V_, state + i, K_, sum);
-        store_tile(TILE, 1, sum, to + t * K_ + i, K_);
-      }
-    }
+INLINE void multiply_state(const sizes z, const real *left, const real *state, real *to) {
+  int64_t i = 0;
+  NO_UNROLL for (; i + 2 * LANES <= z.K_; i += 2 * LANES) multiply_state_columns(2, z, left, state + i, to + i);
+  if (i < z.K_) multiply_state_columns(1, z, left, state + i, to + i);
 }
 
-/* to = decay * from + the sum over tokens of left_t right_t^T, on `rows` rows and `columns` vectors; all pointers at the tile. With `other`,
- * inner[c] gains the lanes' products of `from` and `other`. */
-INLINE void transposed_tile(const int rows, const int columns, const int64_t K_, const int64_t V_, const real *left, const real *right,
-                            const real *decay, const real *from, real *to, const real *other, lanes inner[2]) {
+/* What turns a transposed state `from` into `to`: to = decay * from + the sum over the chunk's tokens of left_t right_t^T, left [CHUNK][V_],
+ * right [CHUNK][K_]. With `other`, another state, inner = rowsum(from * other) on the way. */
+typedef struct {
+  const real *left, *right, *decay, *from, *other;
+  real *to, *inner;
+} state_step;
+
+/* Rows j .. j + rows - 1 and `columns` vectors from i on. */
+INLINE void state_step_tile(const int with_inner, const int rows, const int columns, const sizes z, const state_step *x, int64_t i,
+                            int64_t j, lanes inner[2]) {
   lanes tile[TILE][2];
-  UNROLL for (int x = 0; x < rows; x++)
+  UNROLL for (int y = 0; y < rows; y++)
     UNROLL for (int c = 0; c < columns; c++) {
-      const lanes before = load(from + x * K_ + c * LANES);
-      if (other) inner[c] = fma_lanes(before, load(other + x * K_ + c * LANES), inner[c]);
-      tile[x][c] = load(decay + c * LANES) * before;
+      const int64_t at = (j + y) * z.K_ + i + c * LANES;
+      const lanes before = load(x->from + at);
+      if (with_inner) inner[c] = fma_lanes(before, load(x->other + at), inner[c]);
+      tile[y][c] = load(x->decay + i + c * LANES) * before;
     }
-  multiply_tokens(rows, columns, left, V_, right, K_, tile);
-  store_tile(rows, columns, tile, to, K_);
+  multiply_tokens(rows, columns, x->left + j, z.V_, x->right + i, z.K_, tile);
+  store_tile(rows, columns, tile, x->to + j * z.K_ + i, z.K_);
 }
 
-/* The same for `columns` vectors of K and all of V. */
-INLINE void transposed_columns(const int columns, int64_t V, int64_t K_, int64_t V_, const real *left, const real *right,
-                               const real *decay, const real *from, real *to, const real *other, real *inner) {
-  lanes sum[2] = {broadcast(0), broadcast(0)};
+INLINE void state_step_columns(const int with_inner, const int columns, const sizes z, const state_step *x, int64_t i) {
+  lanes inner[2] = {broadcast(0), broadcast(0)};
   int64_t j = 0;
-  NO_UNROLL for (; j + TILE <= V; j += TILE)
-    transposed_tile(TILE, columns, K_, V_, left + j, right, decay, from + j * K_, to + j * K_, other ? other + j * K_ : NULL, sum);
-  NO_UNROLL for (; j < V; j++)
-    transposed_tile(1, columns, K_, V_, left + j, right, decay, from + j * K_, to + j * K_, other ? other + j * K_ : NULL, sum);
-  if (other) UNROLL for (int c = 0; c < columns; c++) store(inner + c * LANES, sum[c]);
+  NO_UNROLL for (; j + TILE <= z.V; j += TILE) state_step_tile(with_inner, TILE, columns, z, x, i, j, inner);
+  NO_UNROLL for (; j < z.V; j++) state_step_tile(with_inner, 1, columns, z, x, i, j, inner);
+  if (with_inner) UNROLL for (int c = 0; c < columns; c++) store(x->inner + i + c * LANES, inner[c]);
 }
 
-/* (10): the state after a chunk from the one before it. */
-static void advance_state(int64_t V, const chunk_block *b, const real *v, const real *from, real *to) {
-  const int64_t K_ = b->K_, V_ = b->V_;
+INLINE void step_state(const int with_inner, const sizes z, const state_step *x) {
   int64_t i = 0;
-  for (; i + 2 * LANES <= K_; i += 2 * LANES)
-    transposed_columns(2, V, K_, V_, v, b->k_end + i, b->decay + i, from + i, to + i, NULL, NULL);
-  if (i < K_) transposed_columns(1, V, K_, V_, v, b->k_end + i, b->decay + i, from + i, to + i, NULL, NULL);
-}
-
-/* (7) over a chunk, and inner = rowsum(G * S) of G before that and the state S before the chunk. */
-static void retreat_adjoint(int64_t V, const chunk_block *b, const real *grad_o, real *G, const real *S, real *inner) {
-  const int64_t K_ = b->K_, V_ = b->V_;
-  int64_t i = 0;
-  for (; i + 2 * LANES <= K_; i += 2 * LANES)
-    transposed_columns(2, V, K_, V_, grad_o, b->r_start + i, b->decay + i, G + i, G + i, S + i, inner + i);
-  if (i < K_) transposed_columns(1, V, K_, V_, grad_o, b->r_start + i, b->decay + i, G + i, G + i, S + i, inner + i);
+  NO_UNROLL for (; i + 2 * LANES <= z.K_; i += 2 * LANES) state_step_columns(with_inner, 2, z, x, i);
+  if (i < z.K_) state_step_columns(with_inner, 1, z, x, i);
 }
 
 /* grad_v[CHUNK][V_] = k_end times G: tokens in the lanes, LANES rows of the transposed G at a time. */
-static void multiply_adjoint(int64_t K, const chunk_block *b, const real *G, real *k_tokens, real *grad_v) {
-  const int64_t K_ = b->K_, V_ = b->V_, runs = (K + RUN - 1) / RUN;
+INLINE void multiply_adjoint(const sizes z, const chunk_block *b, const real *G, real *k_tokens, real *grad_v) {
+  const int64_t K_ = z.K_, V_ = z.V_, runs = (z.K + RUN - 1) / RUN;
   lanes x[LANES];
   for (int v = 0; v < TOKEN_VECTORS; v++)
     for (int64_t i = 0; i < K_; i += LANES) {
@@ -185,8 +162,8 @@ static void multiply_adjoint(int64_t K, const chunk_block *b, const real *G, rea
 }
 
 /* grad_v_t += sum over q >= t of A_qt do_q, as a true triangle: an infinite do times a zero would spoil later tokens. */
-static void add_later_outputs(const real *A, int64_t V_, const real *grad_o, real *grad_v) {
-  for (int64_t j = 0; j < V_; j += LANES) {
+INLINE void add_later_outputs(const int64_t V_, const real *A, const real *grad_o, real *grad_v) {
+  NO_UNROLL for (int64_t j = 0; j < V_; j += LANES) {
     lanes sum[CHUNK];
     UNROLL for (int t = 0; t < CHUNK; t++) sum[t] = load(grad_v + t * V_ + j);
     UNROLL for (int q = 0; q < CHUNK; q++) {
@@ -200,11 +177,11 @@ static void add_later_outputs(const real *A, int64_t V_, const real *grad_o, rea
 /* One vector of channels of a chunk: r, k, d are columns of [CHUNK][K_] matrices. */
 typedef struct {
   const real *r, *k, *d, *M;
-  int64_t K_;
+  int64_t stride;
   lanes grad_r[CHUNK], grad_k[CHUNK], grad_w[CHUNK];
 } channel_block;
 
-#define ROW(x, t) load((x) + (t) * b->K_)
+#define ROW(x, t) load((x) + (t) * b->stride)
 
 /* What goes through the states at the chunk's ends; `inner` is rowsum(G * S) times the chunk's decay. */
 INLINE void gradients_through_states(channel_block *b, lanes inner) {
@@ -272,13 +249,13 @@ INLINE lanes gradients_of_bonus(channel_block *b, lanes u, lanes grad_u) {
 #undef ROW
 
 /* Finishes dr, dk, dw and du of a chunk; grad_r and grad_k come in as do S and v G, without any decay. `w` is NULL unless w is raw. */
-static void finish_gradients(const chunk_block *chunk, const chunk_backward_block *b, lanes scale, real *grad_r, const real *w) {
-  const int64_t K_ = chunk->K_;
-  for (int64_t i = 0; i < K_; i += LANES) {
-    channel_block x = {.r = chunk->r + i, .k = chunk->k + i, .d = chunk->d + i, .M = b->M, .K_ = K_};
+INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chunk_backward_block *b, lanes scale, real *grad_r,
+                             const real *w) {
+  NO_UNROLL for (int64_t i = 0; i < z.K_; i += LANES) {
+    channel_block x = {.r = chunk->r + i, .k = chunk->k + i, .d = chunk->d + i, .M = b->M, .stride = z.K_};
     UNROLL for (int t = 0; t < CHUNK; t++) {
-      x.grad_r[t] = load(grad_r + t * K_ + i);
-      x.grad_k[t] = load(b->grad_k + t * K_ + i);
+      x.grad_r[t] = load(grad_r + t * z.K_ + i);
+      x.grad_k[t] = load(b->grad_k + t * z.K_ + i);
     }
     gradients_through_states(&x, load(b->inner + i));
     gradients_between(&x, 0, 4);
@@ -287,49 +264,90 @@ static void finish_gradients(const chunk_block *chunk, const chunk_backward_bloc
     UNROLL for (int first = 0; first < CHUNK; first += 2) gradients_between(&x, first, 1);
     store(b->grad_u + i, gradients_of_bonus(&x, load(b->u + i), load(b->grad_u + i)));
     UNROLL for (int t = 0; t < CHUNK; t++) {
-      store(grad_r + t * K_ + i, scale * x.grad_r[t]);
-      store(b->grad_k + t * K_ + i, x.grad_k[t]);
-      store(b->grad_w + t * K_ + i, w ? x.grad_w[t] * load(w + t * K_ + i) : x.grad_w[t]);
+      store(grad_r + t * z.K_ + i, scale * x.grad_r[t]);
+      store(b->grad_k + t * z.K_ + i, x.grad_k[t]);
+      store(b->grad_w + t * z.K_ + i, w ? x.grad_w[t] * load(w + t * z.K_ + i) : x.grad_w[t]);
     }
   }
 }
 
-/* Everything that chunk c of the segment, `count` tokens from t, adds on the way back. */
-static void backward_chunk(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t, int64_t c,
-                           int64_t count, real *G) {
-  const chunk_block chunk = chunk_at(&b->chunk, c);
-  const int64_t K = p->K, V = p->V, K_ = chunk.K_, V_ = chunk.V_, at = c * CHUNK;
-  const real *v = b->v + at * V_, *grad_o = b->grad_o + at * V_;
-  real *grad_r = b->grad_r + at * K_;
-  const row_pairs of_M = {.early = v, .late = grad_o, .stride = V_};
-  chunk_A(&chunk, b->u, b->partial, b->A);
-  sum_pairs(0, &of_M, b->partial, b->M);
-  multiply_state(V, K_, V_, v, G, b->grad_k);
-  multiply_adjoint(K, &chunk, G, b->k_tokens, b->grad_v);
-  add_later_outputs(b->A, V_, grad_o, b->grad_v);
-  retreat_adjoint(V, &chunk, grad_o, G, b->states + c * V_ * K_, b->inner);
-  for (int64_t j = 0; K % RUN && j < V; j++) G[j * K_ + K] = 0; /* multiply_adjoint() reads it: zeros met infinities */
-  finish_gradients(&chunk, b, broadcast((real)p->scale), grad_r, p->flags & WKV6_RAW_DECAY ? b->w + at * K_ : NULL);
-  store_tokens(&p->grad_r, s, h, t, count, K, grad_r, K_);
-  store_tokens(&p->grad_k, s, h, t, count, K, b->grad_k, K_);
-  store_tokens(&p->grad_w, s, h, t, count, K, b->grad_w, K_);
-  store_tokens(&p->grad_v, s, h, t, count, V, b->grad_v, V_);
+/* Chunk c of the segment, `count` tokens of head h from t on. On the way forward: packs it, and leaves its part of dr and the state after
+ * it, unless it is the `last` one. */
+INLINE void walk_chunk(const sizes z, const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t,
+                       int64_t c, int64_t count, int last) {
+  const chunk_block chunk = chunk_at(z, &b->chunk, c);
+  const int64_t at_K = c * CHUNK * z.K_, at_V = c * CHUNK * z.V_;
+  const chunk_rows r = find_rows(&p->r, s, h, t, count, z.K, b->rows[0], z.K_);
+  const chunk_rows k = find_rows(&p->k, s, h, t, count, z.K, b->rows[1], z.K_);
+  const chunk_rows w = find_log_decays(p, s, h, t, count, b->w + at_K, z.K_);
+  pack_chunk(z, p, &chunk, r, k, w);
+  load_tokens(b->v + at_V, z.V_, &p->v, s, h, t, count, z.V);
+  load_tokens(b->grad_o + at_V, z.V_, &p->grad_o, s, h, t, count, z.V);
+  memset(b->v + at_V + count * z.V_, 0, (size_t)((CHUNK - count) * z.V_) * sizeof(real));
+  memset(b->grad_o + at_V + count * z.V_, 0, (size_t)((CHUNK - count) * z.V_) * sizeof(real));
+
+  real *S = b->states + c * z.V_ * z.K_;
+  multiply_state(z, b->grad_o + at_V, S, b->grad_r + at_K);
+  if (last) return;
+  chunk_decay(z, &chunk, b->state_rest, b->decay);
+  const state_step step = {.left = b->v + at_V, .right = chunk.k_end, .decay = b->decay, .from = S, .to = S + z.V_ * z.K_};
+  step_state(0, z, &step);
+}
+
+/* On the way back: takes G over the chunk and writes the gradients. */
+INLINE void unwalk_chunk(const sizes z, const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t,
+                         int64_t c, int64_t count, real *rest, real *G) {
+  const chunk_block chunk = chunk_at(z, &b->chunk, c);
+  const real *v = b->v + c * CHUNK * z.V_, *grad_o = b->grad_o + c * CHUNK * z.V_, *w = b->w + c * CHUNK * z.K_;
+  real *grad_r = b->grad_r + c * CHUNK * z.K_;
+  const row_pairs of_M = {.early = v, .late = grad_o};
+  chunk_A(z, &chunk, b->u, b->partial, b->A);
+  sum_pairs(0, z.V_, &of_M, b->partial, b->M);
+  multiply_state(z, v, G, b->grad_k);
+  multiply_adjoint(z, &chunk, G, b->k_tokens, b->grad_v);
+  add_later_outputs(z.V_, b->A, grad_o, b->grad_v);
+  chunk_decay(z, &chunk, rest, b->decay);
+  const state_step step = {.left = grad_o, .right = chunk.r_start, .decay = b->decay, .from = G, .other = b->states + c * z.V_ * z.K_,
+                           .to = G, .inner = b->inner};
+  step_state(1, z, &step);
+  for (int64_t j = 0; z.K % RUN && j < z.V; j++) G[j * z.K_ + z.K] = 0; /* multiply_adjoint() reads it: zeros met infinities */
+  finish_gradients(z, &chunk, b, broadcast((real)p->scale), grad_r, p->flags & WKV6_RAW_DECAY ? w : NULL);
+  store_tokens(&p->grad_r, s, h, t, count, z.K, grad_r, z.K_);
+  store_tokens(&p->grad_k, s, h, t, count, z.K, b->grad_k, z.K_);
+  store_tokens(&p->grad_w, s, h, t, count, z.K, b->grad_w, z.K_);
+  store_tokens(&p->grad_v, s, h, t, count, z.V, b->grad_v, z.V_);
+}
+
+INLINE void backward_chunks(const sizes z, const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t,
+                            int64_t count, real *rest, real *G) {
+  const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+  memset(b->state_rest, 0, (size_t)z.K_ * sizeof(real));
+  NO_UNROLL for (int64_t c = 0; c < chunks; c++)
+    walk_chunk(z, p, b, s, h, t + c * CHUNK, c, smaller(count - c * CHUNK, CHUNK), c + 1 == chunks);
+  NO_UNROLL for (int64_t c = chunks; c-- > 0;)
+    unwalk_chunk(z, p, b, s, h, t + c * CHUNK, c, smaller(count - c * CHUNK, CHUNK), rest, G);
+}
+
+static __attribute__((noinline)) void backward_chunks_64(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s,
+                                                         int64_t h, int64_t t, int64_t count, real *rest, real *G) {
+  backward_chunks(sizes_of(64, 64), p, b, s, h, t, count, rest, G);
+}
+
+static __attribute__((noinline)) void backward_chunks_any(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s,
+                                                          int64_t h, int64_t t, int64_t count, real *rest, real *G) {
+  backward_chunks(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, G);
 }
 
 /* Tokens [t, t + count) of head h. */
 static void chunk_backward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h, int64_t t,
                                   int64_t count, real *rest, real *G) {
   const chunk_backward_block *b = block;
-  const int64_t K_ = b->chunk.K_, V_ = b->chunk.V_, chunks = (count + CHUNK - 1) / CHUNK;
-  chunk_backward_load(p, b, s, h, t, count, rest);
-  memset(b->grad_u, 0, (size_t)K_ * sizeof(real));
-  for (int64_t c = 0; c < chunks; c++) {
-    const chunk_block chunk = chunk_at(&b->chunk, c);
-    real *state = b->states + c * V_ * K_;
-    multiply_state(p->V, K_, V_, b->grad_o + c * CHUNK * V_, state, b->grad_r + c * CHUNK * K_);
-    if (c + 1 < chunks) advance_state(p->V, &chunk, b->v + c * CHUNK * V_, state, state + V_ * K_);
-  }
-  for (int64_t c = chunks; c-- > 0;) backward_chunk(p, b, s, h, t + c * CHUNK, c, smaller(count - c * CHUNK, CHUNK), G);
+  load_u(b->u, p, h);
+  memset(b->grad_u, 0, (size_t)p->K * sizeof(real));
+  if (p->K == 64 && p->V == 64)
+    backward_chunks_64(p, b, s, h, t, count, rest, G);
+  else
+    backward_chunks_any(p, b, s, h, t, count, rest, G);
   if (p->grad_u_parts.dtype == WKV6_ABSENT) return;
   real *part = (real *)p->grad_u_parts.data + (n * p->H + h) * p->K;
   for (int64_t i = 0; i < p->K; i++) part[i] += b->grad_u[i];

@@ -8,14 +8,15 @@ typedef struct {
   chunk_block chunk;
   real *rows[3];         /* [CHUNK][K_] each: r, k, w where they are not whole vectors of reals */
   real *v, *o;           /* [CHUNK][V_] */
-  real *u, *partial, *A; /* [K_], [PAIR_ROWS][LANES], [PAIR_ROWS] */
+  real *u, *decay;       /* [K_] */
+  real *partial, *A;     /* [PAIR_ROWS][LANES], [PAIR_ROWS] */
   int64_t rows_a_tile;   /* that each state tile prefetches */
   state_block heads;
 } chunk_forward_block;
 
 static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
-  chunk_forward_block b = {.chunk = {.K_ = K_, .V_ = V_}};
+  chunk_forward_block b;
   const int64_t tiles = (p->K / TILE) * ((V_ + LANES) / (2 * LANES));
   b.rows_a_tile = tiles ? (PREFETCHED * CHUNK + tiles - 1) / tiles : 0;
   chunk_block *c = &b.chunk;
@@ -23,7 +24,9 @@ static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t h
   for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, CHUNK * K_);
   b.v = take(scratch, CHUNK * V_);
   b.o = take(scratch, CHUNK * V_);
-  c->decay = take(scratch, K_);
+  c->product = take(scratch, K_);
+  c->m_sum = take(scratch, K_);
+  b.decay = take(scratch, K_);
   b.u = take(scratch, K_);
   b.partial = take(scratch, PAIR_ROWS * LANES);
   b.A = take(scratch, PAIR_ROWS);
@@ -38,14 +41,13 @@ static size_t chunk_forward_scratch(const wkv6_problem *p, int64_t heads) {
 }
 
 /* (9) for tokens first .. first + TILE - 1 of the chunk and `columns` vectors of V; S, v and o at the first of them. */
-INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk_forward_block *b, const real *S,
+INLINE void output_tile(const int columns, const sizes z, int64_t first, const chunk_forward_block *b, const real *S,
                         const real *v, real *o, int64_t stride_o) {
-  const int64_t K_ = b->chunk.K_, V_ = b->chunk.V_;
   lanes sum[TILE][2], row[2];
   UNROLL for (int t = 0; t < TILE; t++) UNROLL for (int c = 0; c < columns; c++) sum[t][c] = broadcast(0);
-  multiply_rows(columns, K, b->chunk.r_start + first * K_, K_, S, V_, sum);
+  multiply_rows(columns, z.K, b->chunk.r_start + first * z.K_, z.K_, S, z.V_, sum);
   NO_UNROLL for (int64_t s = 0; s < first; s++) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + s * V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + s * z.V_ + c * LANES);
     UNROLL for (int t = 0; t < TILE; t++) {
       const lanes x = broadcast(b->A[pair(s, first + t)]);
       UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
@@ -53,7 +55,7 @@ INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk
   }
   /* The diagonal block as a true triangle: an infinite v times a zero of A would reach earlier tokens as NaN. */
   UNROLL for (int s = 0; s < TILE; s++) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + (first + s) * V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + (first + s) * z.V_ + c * LANES);
     UNROLL for (int t = s; t < TILE; t++) {
       const lanes x = broadcast(b->A[pair(first + s, first + t)]);
       UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
@@ -63,60 +65,76 @@ INLINE void output_tile(const int columns, int64_t first, int64_t K, const chunk
 }
 
 /* (10) for `rows` rows of the state from i and `columns` vectors of V; S and v at the first of them. */
-INLINE void state_tile(const int rows, const int columns, int64_t i, const chunk_block *b, const real *v, real *S) {
+INLINE void state_tile(const int rows, const int columns, const sizes z, int64_t i, const chunk_forward_block *b, const real *v,
+                       real *S) {
   lanes s[TILE][2];
   UNROLL for (int x = 0; x < rows; x++) {
     const lanes decay = broadcast(b->decay[i + x]);
-    UNROLL for (int c = 0; c < columns; c++) s[x][c] = decay * load(S + x * b->V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++) s[x][c] = decay * load(S + x * z.V_ + c * LANES);
   }
-  multiply_tokens(rows, columns, b->k_end + i, b->K_, v, b->V_, s);
-  store_tile(rows, columns, s, S, b->V_);
+  multiply_tokens(rows, columns, b->chunk.k_end + i, z.K_, v, z.V_, s);
+  store_tile(rows, columns, s, S, z.V_);
 }
 
 /* Everything for `columns` vectors of V from j on. The state's columns come from the nearest cache for the second product. */
-INLINE void chunk_columns(const int columns, int64_t K, int64_t j, const chunk_forward_block *b, real *S, real *o, int64_t stride_o,
+INLINE void chunk_columns(const int columns, const sizes z, int64_t j, const chunk_forward_block *b, real *S, real *o, int64_t stride_o,
                           prefetcher *ahead) {
-  for (int64_t t = 0; t < CHUNK; t += TILE) output_tile(columns, t, K, b, S + j, b->v + j, o + j, stride_o);
+  NO_UNROLL for (int64_t t = 0; t < CHUNK; t += TILE) output_tile(columns, z, t, b, S + j, b->v + j, o + j, stride_o);
   int64_t i = 0;
-  for (; i + TILE <= K; i += TILE) {
+  NO_UNROLL for (; i + TILE <= z.K; i += TILE) {
     prefetch_some(ahead);
-    state_tile(TILE, columns, i, &b->chunk, b->v + j, S + i * b->chunk.V_ + j);
+    state_tile(TILE, columns, z, i, b, b->v + j, S + i * z.V_ + j);
   }
-  for (; i < K; i++) state_tile(1, columns, i, &b->chunk, b->v + j, S + i * b->chunk.V_ + j); /* no padded rows */
+  NO_UNROLL for (; i < z.K; i++) state_tile(1, columns, z, i, b, b->v + j, S + i * z.V_ + j); /* no padded rows */
 }
 
-static __attribute__((noinline)) void forward_chunk(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
-                                                    int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
-  const int64_t K = p->K, V = p->V, K_ = b->chunk.K_, V_ = b->chunk.V_;
-  const chunk_rows r = find_rows(&p->r, s, h, t, count, K, b->rows[0], K_);
-  const chunk_rows k = find_rows(&p->k, s, h, t, count, K, b->rows[1], K_);
-  const chunk_rows w = find_log_decays(p, s, h, t, count, b->rows[2], K_);
-  const chunk_rows v = find_rows(&p->v, s, h, t, count, V, b->v, V_);
-  pack_chunk(p, &b->chunk, r, k, w, rest);
+/* Tokens [t, t + count) of head h, at most a chunk. */
+INLINE void forward_chunk(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h, int64_t t,
+                          int64_t count, real *rest, real *S, prefetcher *ahead) {
+  const chunk_rows r = find_rows(&p->r, s, h, t, count, z.K, b->rows[0], z.K_);
+  const chunk_rows k = find_rows(&p->k, s, h, t, count, z.K, b->rows[1], z.K_);
+  const chunk_rows w = find_log_decays(p, s, h, t, count, b->rows[2], z.K_);
+  const chunk_rows v = find_rows(&p->v, s, h, t, count, z.V, b->v, z.V_);
+  pack_chunk(z, p, &b->chunk, r, k, w);
+  chunk_decay(z, &b->chunk, rest, b->decay);
   if (v.at != b->v)
     for (int64_t i = 0; i < CHUNK; i++)
-      for (int64_t j = 0; j < V_; j += LANES) store(b->v + i * V_ + j, load(v.at + i * v.stride + j));
-  chunk_A(&b->chunk, b->u, b->partial, b->A);
+      for (int64_t j = 0; j < z.V_; j += LANES) store(b->v + i * z.V_ + j, load(v.at + i * v.stride + j));
+  chunk_A(z, &b->chunk, b->u, b->partial, b->A);
 
-  const int in_place = count == CHUNK && V == V_ && p->o.dtype == REAL_DTYPE && p->o.stride[3] == 1;
+  const int in_place = count == CHUNK && z.V == z.V_ && p->o.dtype == REAL_DTYPE && p->o.stride[3] == 1;
   real *o = in_place ? (real *)row_address(&p->o, s->batch, s->first + t * s->step, h) : b->o;
-  const int64_t stride_o = in_place ? s->step * p->o.stride[1] : V_;
+  const int64_t stride_o = in_place ? s->step * p->o.stride[1] : z.V_;
   int64_t j = 0;
-  for (; j + 2 * LANES <= V_; j += 2 * LANES) chunk_columns(2, K, j, b, S, o, stride_o, ahead);
-  if (j < V_) chunk_columns(1, K, j, b, S, o, stride_o, ahead);
-  if (!in_place) store_tokens(&p->o, s, h, t, count, V, b->o, V_);
+  NO_UNROLL for (; j + 2 * LANES <= z.V_; j += 2 * LANES) chunk_columns(2, z, j, b, S, o, stride_o, ahead);
+  if (j < z.V_) chunk_columns(1, z, j, b, S, o, stride_o, ahead);
+  if (!in_place) store_tokens(&p->o, s, h, t, count, z.V, b->o, z.V_);
+}
+
+static __attribute__((noinline)) void forward_chunk_64(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                                       int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
+  forward_chunk(sizes_of(64, 64), p, b, s, h, t, count, rest, S, ahead);
+}
+
+static __attribute__((noinline)) void forward_chunk_any(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                                        int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
+  forward_chunk(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, S, ahead);
 }
 
 /* Tokens [t, t + count) of head h. */
 static void chunk_forward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t h, int64_t t, int64_t count,
-                                  real *rest, real *S) {
+                                 real *rest, real *S) {
   const chunk_forward_block *b = block;
   load_u(b->u, p, h);
   for (int64_t c = 0; c < count; c += CHUNK) {
-    /* The next chunk, which is the next head's first one after the segment's last. */
+    /* The next chunk, which is the next head's first one after the block's last. */
     const int last = c + CHUNK >= count;
     prefetcher ahead = prefetch_tokens(p, s, last ? h + 1 : h, last ? t : t + c + CHUNK, b->rows_a_tile);
-    forward_chunk(p, b, s, h, t + c, count - c < CHUNK ? count - c : CHUNK, rest, S, &ahead);
+    const int64_t tokens = smaller(count - c, CHUNK);
+    if (p->K == 64 && p->V == 64)
+      forward_chunk_64(p, b, s, h, t + c, tokens, rest, S, &ahead);
+    else
+      forward_chunk_any(p, b, s, h, t + c, tokens, rest, S, &ahead);
   }
 }
 
