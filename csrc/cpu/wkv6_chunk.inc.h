@@ -200,34 +200,33 @@ INLINE void multiply_tokens(const int rows, const int columns, const real *left,
   }
 }
 
-/* The rows that the next chunk will read and write, fetched into the nearest cache a few at a time between the tiles of the present one:
- * rows lie far apart in memory, which no hardware prefetcher follows. */
-#define PREFETCHED 5 /* tensors */
+/* Rows that will be wanted soon, fetched into the second-level cache a few at a time between the tiles of matrix products. Tokens lie far apart
+ * in memory, which no hardware prefetcher follows. */
+#define PREFETCHED 5 /* tensors at most */
 typedef struct {
   const char *row[PREFETCHED];
   int64_t next[PREFETCHED], bytes[PREFETCHED]; /* from row to row, of a row */
-  int64_t tensor, token, tokens, rows_a_tile;
+  int64_t tensors, tensor, token, tokens;
+  int64_t rows_a_tile;
 } prefetcher;
 
-static prefetcher prefetch_tokens(const wkv6_problem *p, const sequence *s, int64_t h, int64_t t, int64_t rows_a_tile) {
-  const wkv6_tensor *const tensors[PREFETCHED] = {&p->w, &p->r, &p->k, &p->v, &p->o};
-  prefetcher a = {.tensor = PREFETCHED, .rows_a_tile = rows_a_tile};
-  if (h >= p->H || t >= s->length) return a;
-  a.tensor = 0;
-  a.tokens = s->length - t < CHUNK ? s->length - t : CHUNK;
-  for (int64_t x = 0; x < PREFETCHED; x++) {
-    const int64_t size = element_size(tensors[x]->dtype);
-    a.row[x] = row_address(tensors[x], s->batch, s->first + t * s->step, h);
-    a.next[x] = s->step * tensors[x]->stride[1] * size;
-    a.bytes[x] = (x < 3 ? p->K : p->V) * size;
-  }
-  return a;
+/* Rows of `tokens` tokens from t on, if the sequence has them. */
+INLINE void prefetch_tokens(prefetcher *a, const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t width) {
+  if (x->dtype == WKV6_ABSENT) return;
+  a->row[a->tensors] = row_address(x, s->batch, s->first + t * s->step, h);
+  a->next[a->tensors] = s->step * x->stride[1] * element_size(x->dtype);
+  a->bytes[a->tensors++] = width * element_size(x->dtype);
+}
+
+/* To be called in each of `tiles` tiles; the rows are spread evenly over them. */
+INLINE prefetcher prefetch_during(int64_t tiles, int64_t tensors, int64_t tokens) {
+  return (prefetcher){.tokens = tokens, .rows_a_tile = tiles > 0 ? (tensors * tokens + tiles - 1) / tiles : 0};
 }
 
 INLINE void prefetch_some(prefetcher *a) {
-  for (int64_t n = 0; n < a->rows_a_tile && a->tensor < PREFETCHED; n++) {
+  for (int64_t n = 0; n < a->rows_a_tile && a->tensor < a->tensors; n++) {
     const char *row = a->row[a->tensor] + a->token * a->next[a->tensor];
-    for (int64_t byte = 0; byte < a->bytes[a->tensor]; byte += 64) __builtin_prefetch(row + byte, 0, 3);
+    for (int64_t byte = 0; byte < a->bytes[a->tensor]; byte += 64) __builtin_prefetch(row + byte, 0, 2);
     if (++a->token == a->tokens) {
       a->token = 0;
       a->tensor++;

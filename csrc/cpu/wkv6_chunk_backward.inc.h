@@ -31,7 +31,8 @@ typedef struct {
   real *decay;              /* [K_] of a chunk */
   real *state_rest;         /* [K_] as `rest` is for the adjoint */
   real *u, *grad_u;         /* [K_] */
-  real *partial, *A, *M;    /* [PAIR_ROWS][LANES]; [PAIR_ROWS] each, M_st = do_t . v_s */
+  real *partial;            /* [PAIR_ROWS][LANES] */
+  real *A, *M;              /* [chunks][PAIR_ROWS], M_st = do_t . v_s */
   adjoint_block heads;
 } chunk_backward_block;
 
@@ -54,8 +55,8 @@ static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t
   b.u = take(scratch, K_);
   b.grad_u = take(scratch, K_);
   b.partial = take(scratch, PAIR_ROWS * LANES);
-  b.A = take(scratch, PAIR_ROWS);
-  b.M = take(scratch, PAIR_ROWS);
+  b.A = take(scratch, L / CHUNK * PAIR_ROWS);
+  b.M = take(scratch, L / CHUNK * PAIR_ROWS);
   b.states = take(scratch, L / CHUNK * V_ * K_);
   b.heads = adjoint_layout(p, heads, scratch);
   return b;
@@ -114,18 +115,23 @@ INLINE void state_step_tile(const int with_inner, const int rows, const int colu
   store_tile(rows, columns, tile, x->to + j * z.K_ + i, z.K_);
 }
 
-INLINE void state_step_columns(const int with_inner, const int columns, const sizes z, const state_step *x, int64_t i) {
+INLINE void state_step_columns(const int with_inner, const int columns, const sizes z, const state_step *x, int64_t i, prefetcher *ahead) {
   lanes inner[2] = {broadcast(0), broadcast(0)};
   int64_t j = 0;
-  NO_UNROLL for (; j + TILE <= z.V; j += TILE) state_step_tile(with_inner, TILE, columns, z, x, i, j, inner);
+  NO_UNROLL for (; j + TILE <= z.V; j += TILE) {
+    prefetch_some(ahead);
+    state_step_tile(with_inner, TILE, columns, z, x, i, j, inner);
+  }
   NO_UNROLL for (; j < z.V; j++) state_step_tile(with_inner, 1, columns, z, x, i, j, inner);
   if (with_inner) UNROLL for (int c = 0; c < columns; c++) store(x->inner + i + c * LANES, inner[c]);
 }
 
-INLINE void step_state(const int with_inner, const sizes z, const state_step *x) {
+INLINE int64_t state_step_tiles(const sizes z) { return z.V / TILE * ((z.K_ + LANES) / (2 * LANES)); }
+
+INLINE void step_state(const int with_inner, const sizes z, const state_step *x, prefetcher *ahead) {
   int64_t i = 0;
-  NO_UNROLL for (; i + 2 * LANES <= z.K_; i += 2 * LANES) state_step_columns(with_inner, 2, z, x, i);
-  if (i < z.K_) state_step_columns(with_inner, 1, z, x, i);
+  NO_UNROLL for (; i + 2 * LANES <= z.K_; i += 2 * LANES) state_step_columns(with_inner, 2, z, x, i, ahead);
+  if (i < z.K_) state_step_columns(with_inner, 1, z, x, i, ahead);
 }
 
 /* grad_v[CHUNK][V_] = k_end times G: tokens in the lanes, LANES rows of the transposed G at a time. */
@@ -249,10 +255,10 @@ INLINE lanes gradients_of_bonus(channel_block *b, lanes u, lanes grad_u) {
 #undef ROW
 
 /* Finishes dr, dk, dw and du of a chunk; grad_r and grad_k come in as do S and v G, without any decay. `w` is NULL unless w is raw. */
-INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chunk_backward_block *b, lanes scale, real *grad_r,
-                             const real *w) {
+INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chunk_backward_block *b, const real *M, lanes scale,
+                             real *grad_r, const real *w) {
   NO_UNROLL for (int64_t i = 0; i < z.K_; i += LANES) {
-    channel_block x = {.r = chunk->r + i, .k = chunk->k + i, .d = chunk->d + i, .M = b->M, .stride = z.K_};
+    channel_block x = {.r = chunk->r + i, .k = chunk->k + i, .d = chunk->d + i, .M = M, .stride = z.K_};
     UNROLL for (int t = 0; t < CHUNK; t++) {
       x.grad_r[t] = load(grad_r + t * z.K_ + i);
       x.grad_k[t] = load(b->grad_k + t * z.K_ + i);
@@ -286,12 +292,22 @@ INLINE void walk_chunk(const sizes z, const wkv6_problem *p, const chunk_backwar
   memset(b->v + at_V + count * z.V_, 0, (size_t)((CHUNK - count) * z.V_) * sizeof(real));
   memset(b->grad_o + at_V + count * z.V_, 0, (size_t)((CHUNK - count) * z.V_) * sizeof(real));
 
+  const row_pairs of_M = {.early = b->v + at_V, .late = b->grad_o + at_V};
+  chunk_A(z, &chunk, b->u, b->partial, b->A + c * PAIR_ROWS);
+  sum_pairs(0, z.V_, &of_M, b->partial, b->M + c * PAIR_ROWS);
+
   real *S = b->states + c * z.V_ * z.K_;
   multiply_state(z, b->grad_o + at_V, S, b->grad_r + at_K);
   if (last) return;
   chunk_decay(z, &chunk, b->state_rest, b->decay);
   const state_step step = {.left = b->v + at_V, .right = chunk.k_end, .decay = b->decay, .from = S, .to = S + z.V_ * z.K_};
-  step_state(0, z, &step);
+  prefetcher ahead = prefetch_during(state_step_tiles(z), 5, smaller(s->length - t - CHUNK, CHUNK));
+  prefetch_tokens(&ahead, &p->w, s, h, t + CHUNK, z.K);
+  prefetch_tokens(&ahead, &p->r, s, h, t + CHUNK, z.K);
+  prefetch_tokens(&ahead, &p->k, s, h, t + CHUNK, z.K);
+  prefetch_tokens(&ahead, &p->v, s, h, t + CHUNK, z.V);
+  prefetch_tokens(&ahead, &p->grad_o, s, h, t + CHUNK, z.V);
+  step_state(0, z, &step, &ahead);
 }
 
 /* On the way back: takes G over the chunk and writes the gradients. */
@@ -300,18 +316,20 @@ INLINE void unwalk_chunk(const sizes z, const wkv6_problem *p, const chunk_backw
   const chunk_block chunk = chunk_at(z, &b->chunk, c);
   const real *v = b->v + c * CHUNK * z.V_, *grad_o = b->grad_o + c * CHUNK * z.V_, *w = b->w + c * CHUNK * z.K_;
   real *grad_r = b->grad_r + c * CHUNK * z.K_;
-  const row_pairs of_M = {.early = v, .late = grad_o};
-  chunk_A(z, &chunk, b->u, b->partial, b->A);
-  sum_pairs(0, z.V_, &of_M, b->partial, b->M);
   multiply_state(z, v, G, b->grad_k);
   multiply_adjoint(z, &chunk, G, b->k_tokens, b->grad_v);
-  add_later_outputs(z.V_, b->A, grad_o, b->grad_v);
+  add_later_outputs(z.V_, b->A + c * PAIR_ROWS, grad_o, b->grad_v);
   chunk_decay(z, &chunk, rest, b->decay);
   const state_step step = {.left = grad_o, .right = chunk.r_start, .decay = b->decay, .from = G, .other = b->states + c * z.V_ * z.K_,
                            .to = G, .inner = b->inner};
-  step_state(1, z, &step);
+  prefetcher ahead = prefetch_during(state_step_tiles(z), 4, count);
+  prefetch_tokens(&ahead, &p->grad_r, s, h, t, z.K);
+  prefetch_tokens(&ahead, &p->grad_k, s, h, t, z.K);
+  prefetch_tokens(&ahead, &p->grad_w, s, h, t, z.K);
+  prefetch_tokens(&ahead, &p->grad_v, s, h, t, z.V);
+  step_state(1, z, &step, &ahead);
   for (int64_t j = 0; z.K % RUN && j < z.V; j++) G[j * z.K_ + z.K] = 0; /* multiply_adjoint() reads it: zeros met infinities */
-  finish_gradients(z, &chunk, b, broadcast((real)p->scale), grad_r, p->flags & WKV6_RAW_DECAY ? w : NULL);
+  finish_gradients(z, &chunk, b, b->M + c * PAIR_ROWS, broadcast((real)p->scale), grad_r, p->flags & WKV6_RAW_DECAY ? w : NULL);
   store_tokens(&p->grad_r, s, h, t, count, z.K, grad_r, z.K_);
   store_tokens(&p->grad_k, s, h, t, count, z.K, b->grad_k, z.K_);
   store_tokens(&p->grad_w, s, h, t, count, z.K, b->grad_w, z.K_);

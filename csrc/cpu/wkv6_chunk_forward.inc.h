@@ -10,15 +10,12 @@ typedef struct {
   real *v, *o;           /* [CHUNK][V_] */
   real *u, *decay;       /* [K_] */
   real *partial, *A;     /* [PAIR_ROWS][LANES], [PAIR_ROWS] */
-  int64_t rows_a_tile;   /* that each state tile prefetches */
   state_block heads;
 } chunk_forward_block;
 
 static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   chunk_forward_block b;
-  const int64_t tiles = (p->K / TILE) * ((V_ + LANES) / (2 * LANES));
-  b.rows_a_tile = tiles ? (PREFETCHED * CHUNK + tiles - 1) / tiles : 0;
   chunk_block *c = &b.chunk;
   real **const of_K[] = {&c->r, &c->k, &c->r_start, &c->k_end, &c->d, &b.rows[0], &b.rows[1], &b.rows[2]};
   for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, CHUNK * K_);
@@ -111,14 +108,37 @@ INLINE void forward_chunk(const sizes z, const wkv6_problem *p, const chunk_forw
   if (!in_place) store_tokens(&p->o, s, h, t, count, z.V, b->o, z.V_);
 }
 
-static __attribute__((noinline)) void forward_chunk_64(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
-                                                       int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
-  forward_chunk(sizes_of(64, 64), p, b, s, h, t, count, rest, S, ahead);
+/* What chunk (h, t) will read and write, while the one before it is worked on. */
+INLINE prefetcher prefetch_chunk(const sizes z, const wkv6_problem *p, const sequence *s, int64_t h, int64_t t) {
+  const int64_t tiles = z.K / TILE * ((z.V_ + LANES) / (2 * LANES));
+  if (h >= p->H || t >= s->length) return prefetch_during(0, 0, 0);
+  prefetcher a = prefetch_during(tiles, 5, smaller(s->length - t, CHUNK));
+  prefetch_tokens(&a, &p->w, s, h, t, z.K);
+  prefetch_tokens(&a, &p->r, s, h, t, z.K);
+  prefetch_tokens(&a, &p->k, s, h, t, z.K);
+  prefetch_tokens(&a, &p->v, s, h, t, z.V);
+  prefetch_tokens(&a, &p->o, s, h, t, z.V);
+  return a;
 }
 
-static __attribute__((noinline)) void forward_chunk_any(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
-                                                        int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
-  forward_chunk(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, S, ahead);
+INLINE void forward_chunks(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h, int64_t t,
+                           int64_t count, real *rest, real *S) {
+  NO_UNROLL for (int64_t c = 0; c < count; c += CHUNK) {
+    /* The next chunk is the next head's first one after the block's last. */
+    const int last = c + CHUNK >= count;
+    prefetcher ahead = prefetch_chunk(z, p, s, last ? h + 1 : h, last ? t : t + c + CHUNK);
+    forward_chunk(z, p, b, s, h, t + c, smaller(count - c, CHUNK), rest, S, &ahead);
+  }
+}
+
+static __attribute__((noinline)) void forward_chunks_64(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                                        int64_t t, int64_t count, real *rest, real *S) {
+  forward_chunks(sizes_of(64, 64), p, b, s, h, t, count, rest, S);
+}
+
+static __attribute__((noinline)) void forward_chunks_any(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                                         int64_t t, int64_t count, real *rest, real *S) {
+  forward_chunks(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, S);
 }
 
 /* Tokens [t, t + count) of head h. */
@@ -126,16 +146,10 @@ static void chunk_forward_tokens(const wkv6_problem *p, const void *block, const
                                  real *rest, real *S) {
   const chunk_forward_block *b = block;
   load_u(b->u, p, h);
-  for (int64_t c = 0; c < count; c += CHUNK) {
-    /* The next chunk, which is the next head's first one after the block's last. */
-    const int last = c + CHUNK >= count;
-    prefetcher ahead = prefetch_tokens(p, s, last ? h + 1 : h, last ? t : t + c + CHUNK, b->rows_a_tile);
-    const int64_t tokens = smaller(count - c, CHUNK);
-    if (p->K == 64 && p->V == 64)
-      forward_chunk_64(p, b, s, h, t + c, tokens, rest, S, &ahead);
-    else
-      forward_chunk_any(p, b, s, h, t + c, tokens, rest, S, &ahead);
-  }
+  if (p->K == 64 && p->V == 64)
+    forward_chunks_64(p, b, s, h, t, count, rest, S);
+  else
+    forward_chunks_any(p, b, s, h, t, count, rest, S);
 }
 
 static void chunk_forward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
