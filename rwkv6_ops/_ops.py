@@ -28,14 +28,14 @@ _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "wkv6_forward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
-    "float scale, bool output_final_state, bool reverse, bool raw_decay, int checkpoint) "
+    "float scale, bool output_final_state, bool reverse, bool raw_decay, str algorithm, int checkpoint) "
     "-> (Tensor o, Tensor final_state, Tensor checkpoints)",
     tags=_tags,
 )
 _library.define(
     "wkv6_backward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor checkpoints, Tensor? grad_o, Tensor? grad_final_state, float scale, bool reverse, bool raw_decay, "
-    "int checkpoint, bool[6] wanted) "
+    "str algorithm, int checkpoint, bool[6] wanted) "
     "-> (Tensor grad_r, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_u, Tensor grad_initial_state)",
     tags=_tags,
 )
@@ -46,8 +46,11 @@ _library.define(
 )
 
 
-def _flags(reverse: bool, raw_decay: bool) -> int:
-    return (_native.REVERSE if reverse else 0) | (_native.RAW_DECAY if raw_decay else 0)
+_ALGORITHMS = {"auto": 0, "recurrent": _native.RECURRENT, "chunk": _native.CHUNK}
+
+
+def _flags(reverse: bool, raw_decay: bool, algorithm: str = "auto") -> int:
+    return (_native.REVERSE if reverse else 0) | (_native.RAW_DECAY if raw_decay else 0) | _ALGORITHMS[algorithm]
 
 
 def _state_dtype(r: Tensor) -> torch.dtype:
@@ -87,11 +90,11 @@ def _without_none(r: Tensor, tensors) -> tuple[Tensor, ...]:
 
 
 def _forward_kernel(
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint
 ):
     o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
     outputs = (o, final_state, checkpoints)
-    flags = _flags(reverse, raw_decay)
+    flags = _flags(reverse, raw_decay, algorithm)
     _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT)
     return outputs
 
@@ -99,11 +102,11 @@ def _forward_kernel(
 def _backward_kernel(
     r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, *options
 ):
-    checkpoint, wanted = options
+    algorithm, checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
     if not checkpoint:  # the forward pass was told of no gradient and saved nothing
         checkpoint = CHECKPOINT
-        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, checkpoint)
+        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, algorithm, checkpoint)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
     if gradients[4] is not None:
@@ -118,7 +121,7 @@ def _backward_kernel(
         parts,
         cu_seqlens,
         scale,
-        _flags(reverse, raw_decay),
+        _flags(reverse, raw_decay, algorithm),
         checkpoint,
     )
     return gradients
@@ -148,7 +151,7 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_forward", lib=_library)
-def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint):
+def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint):
     return _without_none(r, _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint))
 
 
@@ -166,10 +169,10 @@ def _(r, k, v, w, u, state, scale, raw_decay):
 
 
 def _save(ctx, inputs, output):
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint = inputs
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint = inputs
     ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, output[2])
     ctx.has_final_state = output_final_state
-    ctx.options = (scale, reverse, raw_decay, checkpoint)
+    ctx.options = (scale, reverse, raw_decay, algorithm, checkpoint)
     ctx.set_materialize_grads(False)
 
 
@@ -183,7 +186,7 @@ def _saved_gradients(ctx, backward, grad_o, grad_final_state):
 
 
 def _registered_backward(ctx, grad_o, grad_final_state, _):
-    return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 6)
+    return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 7)
 
 
 def _refuse_double_backward(ctx, *_):
@@ -208,8 +211,8 @@ class _EagerWKV6(torch.autograd.Function):
     """The operator in eager mode, past the dispatcher. With ctx in forward(), apply() inspects no signatures."""
 
     @staticmethod
-    def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-        options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT)
+    def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
+        options = (scale, output_final_state, reverse, raw_decay, algorithm, CHECKPOINT)
         inputs = (r, k, v, w, u, initial_state, cu_seqlens, *options)
         output = _forward_kernel(*inputs)
         _save(ctx, inputs, output)
@@ -218,7 +221,7 @@ class _EagerWKV6(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_final_state):
-        return (*_saved_gradients(ctx, _backward_kernel, grad_o, grad_final_state), *(None,) * 5)
+        return (*_saved_gradients(ctx, _backward_kernel, grad_o, grad_final_state), *(None,) * 6)
 
 
 class _TransformedWKV6(torch.autograd.Function):
@@ -236,7 +239,7 @@ class _TransformedWKV6(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_final_state, _):
-        return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 6)
+        return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 7)
 
     vmap = staticmethod(_refuse_vmap)
 
@@ -278,21 +281,23 @@ def kernel_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
     return cu_seqlens.to(device=r.device, dtype=torch.int64).contiguous()
 
 
-def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
+def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
     """The operator on plain tensors: o, and final_state or None. Raises REFUSALS."""
     cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
     if torch.is_grad_enabled() and _any_requires_grad(r, k, v, w, u, initial_state):
-        return _EagerWKV6.apply(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay)
+        return _EagerWKV6.apply(
+            r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm
+        )
     o, final_state, _ = _forward_kernel(
-        r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, 0
+        r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, 0
     )
     return o, final_state
 
 
-def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
+def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
-    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
+    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay, algorithm)
     if not _compiling() and _transforms() is not None:
         o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, CHECKPOINT)
     else:
