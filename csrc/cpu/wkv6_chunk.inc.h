@@ -38,8 +38,8 @@ typedef struct {
 
 /* One chunk of one head. */
 typedef struct {
-  real *r, *k;           /* [CHUNK][K_] scale * r, k */
-  real *r_start, *k_end; /* [CHUNK][K_] r_t P(1..t-1) and k_t P(t+1..C): as the state at the chunk's start and end sees them */
+  chunk_rows r, k;
+  real *r_start, *k_end; /* [CHUNK][K_] scale * r_t P(1..t-1) and k_t P(t+1..C): as the states at the chunk's ends see them */
   real *d;               /* [CHUNK][K_] exp(w) */
   real *product, *m_sum; /* [K_] P(1..C), and P(1..C) - 1 without cancellation */
 } chunk_block;
@@ -70,11 +70,11 @@ static chunk_rows find_log_decays(const wkv6_problem *p, const sequence *s, int6
 }
 
 /* Packs `vectors` vectors of channels from c on. */
-INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const chunk_block *b, chunk_rows r, chunk_rows k,
-                          chunk_rows w, int64_t c) {
-  lanes product[PACK], m_sum[PACK];
+INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const chunk_block *b, chunk_rows w, int64_t c) {
+  lanes product[PACK], r_product[PACK], m_sum[PACK];
   UNROLL for (int x = 0; x < vectors; x++) {
     product[x] = broadcast(1);
+    r_product[x] = scale;
     m_sum[x] = broadcast(0);
   }
   NO_UNROLL for (int64_t t = 0; t < CHUNK; t++) {
@@ -82,12 +82,11 @@ INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const c
       const int64_t from = c + x * LANES, to = t * z.K_ + from;
       lanes e, m;
       exp_lanes(load(w.at + t * w.stride + from), &e, &m);
-      const lanes scaled = scale * load(r.at + t * r.stride + from);
-      store(b->r + to, scaled);
-      store(b->r_start + to, scaled * product[x]);
+      store(b->r_start + to, load(b->r.at + t * b->r.stride + from) * r_product[x]);
       store(b->d + to, e);
       m_sum[x] = fma_lanes(m, product[x], m_sum[x]);
       product[x] *= e;
+      r_product[x] *= e;
     }
   }
   UNROLL for (int x = 0; x < vectors; x++) {
@@ -98,19 +97,17 @@ INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const c
   NO_UNROLL for (int64_t t = CHUNK; t-- > 0;) {
     UNROLL for (int x = 0; x < vectors; x++) {
       const int64_t from = c + x * LANES, to = t * z.K_ + from;
-      const lanes key = load(k.at + t * k.stride + from);
-      store(b->k + to, key);
-      store(b->k_end + to, key * product[x]);
+      store(b->k_end + to, load(b->k.at + t * b->k.stride + from) * product[x]);
       product[x] *= load(b->d + to);
     }
   }
 }
 
-INLINE void pack_chunk(const sizes z, const wkv6_problem *p, const chunk_block *b, chunk_rows r, chunk_rows k, chunk_rows w) {
+INLINE void pack_chunk(const sizes z, const wkv6_problem *p, const chunk_block *b, chunk_rows w) {
   const lanes scale = broadcast((real)p->scale);
   int64_t c = 0;
-  for (; c + PACK * LANES <= z.K_; c += PACK * LANES) pack_channels(PACK, z, scale, b, r, k, w, c);
-  for (; c < z.K_; c += LANES) pack_channels(1, z, scale, b, r, k, w, c);
+  for (; c + PACK * LANES <= z.K_; c += PACK * LANES) pack_channels(PACK, z, scale, b, w, c);
+  for (; c < z.K_; c += LANES) pack_channels(1, z, scale, b, w, c);
 }
 
 /* decay[K_]: what states are multiplied by over the chunk. A long chain of chunks loses nothing: see wkv6_decay.inc.h for `rest`. */
@@ -119,28 +116,29 @@ INLINE void chunk_decay(const sizes z, const chunk_block *b, real *rest, real *d
     store(decay + c, decay_factor(load(b->product + c), load(b->m_sum + c), rest + c));
 }
 
-/* Two [CHUNK][stride] matrices whose rows are multiplied in pairs, row s of `early` with row t >= s of `late`. Between them stand
- * the decays d of the tokens s+1 .. t-1, and u where s = t; without decays both are NULL. */
+/* Rows that are multiplied in pairs, row s of `early` with row t >= s of `late`. Between them stand the decays d, [CHUNK][width], of the
+ * tokens s+1 .. t-1, and u where s = t; without decays both are NULL. */
 typedef struct {
-  const real *early, *late, *d, *u;
+  chunk_rows early, late;
+  const real *d, *u;
 } row_pairs;
 
 /* The part of all pairs' products that `vectors` vectors from c on contribute, lane by lane; added to partial[PAIRS][LANES] unless it
  * is the `first`. */
-INLINE void pair_products(const int vectors, const int first, const int decayed, const int64_t stride, const row_pairs *x, int64_t c,
+INLINE void pair_products(const int vectors, const int first, const int decayed, const int64_t width, const row_pairs *x, int64_t c,
                           real *partial) {
   NO_UNROLL for (int64_t s = 0; s < CHUNK; s++) {
-    const real *late = x->late + s * stride + c, *d = x->d + s * stride + c;
+    const real *late = x->late.at + s * x->late.stride + c, *d = decayed ? x->d + s * width + c : NULL;
     lanes early[PACK], sum = broadcast(0);
     UNROLL for (int v = 0; v < vectors; v++) {
-      early[v] = load(x->early + s * stride + c + v * LANES);
+      early[v] = load(x->early.at + s * x->early.stride + c + v * LANES);
       const lanes left = decayed ? early[v] * load(x->u + c + v * LANES) : early[v];
       sum = fma_lanes(left, load(late + v * LANES), sum);
     }
     real *to = partial + pair(s, s) * LANES;
     store(to, first ? sum : sum + load(to));
     NO_UNROLL for (int64_t t = s + 1; t < CHUNK; t++) {
-      late += stride;
+      late += x->late.stride;
       to += LANES;
       sum = broadcast(0);
       UNROLL for (int v = 0; v < vectors; v++) {
@@ -148,29 +146,31 @@ INLINE void pair_products(const int vectors, const int first, const int decayed,
         sum = fma_lanes(load(late + v * LANES), early[v], sum);
       }
       store(to, first ? sum : sum + load(to));
-      if (decayed) d += stride;
+      if (decayed) d += width;
     }
   }
 }
 
 #define PAIR_ROWS ((PAIRS + LANES - 1) / LANES * LANES) /* whole vectors of them */
 
-/* sums[pair(s, t)] = the sum over i of early_s late_t and what stands between them. `partial` is scratch [PAIR_ROWS][LANES]. */
-INLINE void sum_pairs(const int decayed, const int64_t stride, const row_pairs *x, real *partial, real *sums) {
+/* sums[pair(s, t)] = scale times the sum over `width` elements of early_s late_t and what stands between them. `partial` is scratch,
+ * [PAIR_ROWS][LANES]. */
+INLINE void sum_pairs(const int decayed, const int64_t width, const wkv6_problem *p, const row_pairs *x, real *partial, real *sums) {
   int64_t c = 0;
-  if (stride >= PACK * LANES)
-    pair_products(PACK, 1, decayed, stride, x, c, partial), c += PACK * LANES;
+  if (width >= PACK * LANES)
+    pair_products(PACK, 1, decayed, width, x, c, partial), c += PACK * LANES;
   else
-    pair_products(1, 1, decayed, stride, x, c, partial), c += LANES;
-  for (; c + PACK * LANES <= stride; c += PACK * LANES) pair_products(PACK, 0, decayed, stride, x, c, partial);
-  for (; c < stride; c += LANES) pair_products(1, 0, decayed, stride, x, c, partial);
-  NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES) store(sums + m, row_sums(partial + m * LANES));
+    pair_products(1, 1, decayed, width, x, c, partial), c += LANES;
+  for (; c + PACK * LANES <= width; c += PACK * LANES) pair_products(PACK, 0, decayed, width, x, c, partial);
+  for (; c < width; c += LANES) pair_products(1, 0, decayed, width, x, c, partial);
+  const lanes scale = broadcast((real)p->scale);
+  NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES) store(sums + m, scale * row_sums(partial + m * LANES));
 }
 
-/* A_ts = sum_i r_t[i] k_s[i] P(s+1..t-1)[i] at A[pair(s, t)], and r_t . (u * k_t) on the diagonal. */
-INLINE void chunk_A(const sizes z, const chunk_block *b, const real *u, real *partial, real *A) {
+/* scale * A_ts at A[pair(s, t)], A_ts = sum_i r_t[i] k_s[i] P(s+1..t-1)[i]; r_t . (u * k_t) on the diagonal. */
+INLINE void chunk_A(const sizes z, const wkv6_problem *p, const chunk_block *b, const real *u, real *partial, real *A) {
   const row_pairs x = {b->k, b->r, b->d, u};
-  sum_pairs(1, z.K_, &x, partial, A);
+  sum_pairs(1, z.K_, p, &x, partial, A);
 }
 
 /* sum[t] += sum over i < count of left[t][i] right[i]: a tile of TILE rows and `columns` vectors of a matrix product. One

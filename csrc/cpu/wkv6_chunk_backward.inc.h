@@ -19,7 +19,7 @@
 /* A segment of one head; `chunk` describes its first chunk, with [tokens] where that says [CHUNK]. */
 typedef struct {
   chunk_block chunk;
-  real *rows[2];            /* [CHUNK][K_] each: r, k where they are not whole vectors of reals */
+  real *r, *k;              /* [tokens][K_] */
   real *w;                  /* [tokens][K_] log decays, where w is raw or not whole vectors of reals */
   real *v, *grad_o;         /* [tokens][V_] */
   real *states;             /* [chunks][V_][K_] before each chunk */
@@ -32,7 +32,7 @@ typedef struct {
   real *state_rest;         /* [K_] as `rest` is for the adjoint */
   real *u, *grad_u;         /* [K_] */
   real *partial;            /* [PAIR_ROWS][LANES] */
-  real *A, *M;              /* [chunks][PAIR_ROWS], M_st = do_t . v_s */
+  real *A, *M;              /* [chunks][PAIR_ROWS], scale * A and M_st = scale * do_t . v_s */
   adjoint_block heads;
 } chunk_backward_block;
 
@@ -40,8 +40,8 @@ static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   const int64_t L = round_up(p->T < p->segment ? p->T : p->segment, CHUNK);
   chunk_backward_block b;
-  real **const of_tokens[] = {&b.chunk.r, &b.chunk.k, &b.chunk.r_start, &b.chunk.k_end, &b.chunk.d, &b.w, &b.grad_r};
-  real **const of_chunk[] = {&b.rows[0], &b.rows[1], &b.grad_k, &b.grad_w, &b.k_tokens};
+  real **const of_tokens[] = {&b.r, &b.k, &b.chunk.r_start, &b.chunk.k_end, &b.chunk.d, &b.w, &b.grad_r};
+  real **const of_chunk[] = {&b.grad_k, &b.grad_w, &b.k_tokens};
   for (size_t i = 0; i < sizeof of_tokens / sizeof *of_tokens; i++) *of_tokens[i] = take(scratch, L * K_);
   for (size_t i = 0; i < sizeof of_chunk / sizeof *of_chunk; i++) *of_chunk[i] = take(scratch, CHUNK * K_);
   b.chunk.product = take(scratch, L / CHUNK * K_);
@@ -69,12 +69,21 @@ static size_t chunk_backward_scratch(const wkv6_problem *p, int64_t heads) {
 }
 
 /* The block of the segment's chunk c. */
-INLINE chunk_block chunk_at(const sizes z, const chunk_block *segment, int64_t c) {
-  chunk_block b = *segment;
+INLINE chunk_block chunk_at(const sizes z, const chunk_backward_block *segment, int64_t c) {
+  chunk_block b = segment->chunk;
   const int64_t at = c * CHUNK * z.K_;
-  b.r += at, b.k += at, b.r_start += at, b.k_end += at, b.d += at;
+  b.r = (chunk_rows){segment->r + at, z.K_};
+  b.k = (chunk_rows){segment->k + at, z.K_};
+  b.r_start += at, b.k_end += at, b.d += at;
   b.product += c * z.K_, b.m_sum += c * z.K_;
   return b;
+}
+
+/* Tokens [t, t + count) of x to [CHUNK][stride], filled up with zeros. */
+INLINE void copy_rows(real *to, const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t width,
+                      const int64_t stride) {
+  load_tokens(to, stride, x, s, h, t, count, width);
+  if (count < CHUNK) memset(to + count * stride, 0, (size_t)((CHUNK - count) * stride) * sizeof(real));
 }
 
 /* to[CHUNK][K_] = left[CHUNK][V_] times a transposed state [V_][K_], `columns` vectors of it. */
@@ -189,9 +198,9 @@ typedef struct {
 
 #define ROW(x, t) load((x) + (t) * b->stride)
 
-/* What goes through the states at the chunk's ends; `inner` is rowsum(G * S) times the chunk's decay. */
-INLINE void gradients_through_states(channel_block *b, lanes inner) {
-  lanes product = broadcast(1), sum = broadcast(0);
+/* What goes through the states at the chunk's ends; `inner` is rowsum(G * S). */
+INLINE void gradients_through_states(channel_block *b, lanes scale, lanes inner) {
+  lanes product = scale, sum = broadcast(0);
   UNROLL for (int t = 0; t < CHUNK; t++) {
     b->grad_r[t] *= product;
     if (t < CHUNK - 1) product *= ROW(b->d, t);
@@ -258,19 +267,19 @@ INLINE lanes gradients_of_bonus(channel_block *b, lanes u, lanes grad_u) {
 INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chunk_backward_block *b, const real *M, lanes scale,
                              real *grad_r, const real *w) {
   NO_UNROLL for (int64_t i = 0; i < z.K_; i += LANES) {
-    channel_block x = {.r = chunk->r + i, .k = chunk->k + i, .d = chunk->d + i, .M = M, .stride = z.K_};
+    channel_block x = {.r = chunk->r.at + i, .k = chunk->k.at + i, .d = chunk->d + i, .M = M, .stride = z.K_};
     UNROLL for (int t = 0; t < CHUNK; t++) {
       x.grad_r[t] = load(grad_r + t * z.K_ + i);
       x.grad_k[t] = load(b->grad_k + t * z.K_ + i);
     }
-    gradients_through_states(&x, load(b->inner + i));
+    gradients_through_states(&x, scale, load(b->inner + i));
     gradients_between(&x, 0, 4);
     gradients_between(&x, 0, 2);
     gradients_between(&x, 4, 2);
     UNROLL for (int first = 0; first < CHUNK; first += 2) gradients_between(&x, first, 1);
     store(b->grad_u + i, gradients_of_bonus(&x, load(b->u + i), load(b->grad_u + i)));
     UNROLL for (int t = 0; t < CHUNK; t++) {
-      store(grad_r + t * z.K_ + i, scale * x.grad_r[t]);
+      store(grad_r + t * z.K_ + i, x.grad_r[t]);
       store(b->grad_k + t * z.K_ + i, x.grad_k[t]);
       store(b->grad_w + t * z.K_ + i, w ? x.grad_w[t] * load(w + t * z.K_ + i) : x.grad_w[t]);
     }
@@ -281,20 +290,16 @@ INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chun
  * it, unless it is the `last` one. */
 INLINE void walk_chunk(const sizes z, const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t,
                        int64_t c, int64_t count, int last) {
-  const chunk_block chunk = chunk_at(z, &b->chunk, c);
+  const chunk_block chunk = chunk_at(z, b, c);
   const int64_t at_K = c * CHUNK * z.K_, at_V = c * CHUNK * z.V_;
-  const chunk_rows r = find_rows(&p->r, s, h, t, count, z.K, b->rows[0], z.K_);
-  const chunk_rows k = find_rows(&p->k, s, h, t, count, z.K, b->rows[1], z.K_);
-  const chunk_rows w = find_log_decays(p, s, h, t, count, b->w + at_K, z.K_);
-  pack_chunk(z, p, &chunk, r, k, w);
-  load_tokens(b->v + at_V, z.V_, &p->v, s, h, t, count, z.V);
-  load_tokens(b->grad_o + at_V, z.V_, &p->grad_o, s, h, t, count, z.V);
-  memset(b->v + at_V + count * z.V_, 0, (size_t)((CHUNK - count) * z.V_) * sizeof(real));
-  memset(b->grad_o + at_V + count * z.V_, 0, (size_t)((CHUNK - count) * z.V_) * sizeof(real));
-
-  const row_pairs of_M = {.early = b->v + at_V, .late = b->grad_o + at_V};
-  chunk_A(z, &chunk, b->u, b->partial, b->A + c * PAIR_ROWS);
-  sum_pairs(0, z.V_, &of_M, b->partial, b->M + c * PAIR_ROWS);
+  copy_rows(b->r + at_K, &p->r, s, h, t, count, z.K, z.K_);
+  copy_rows(b->k + at_K, &p->k, s, h, t, count, z.K, z.K_);
+  copy_rows(b->v + at_V, &p->v, s, h, t, count, z.V, z.V_);
+  copy_rows(b->grad_o + at_V, &p->grad_o, s, h, t, count, z.V, z.V_);
+  pack_chunk(z, p, &chunk, find_log_decays(p, s, h, t, count, b->w + at_K, z.K_));
+  const row_pairs of_M = {.early = {b->v + at_V, z.V_}, .late = {b->grad_o + at_V, z.V_}};
+  chunk_A(z, p, &chunk, b->u, b->partial, b->A + c * PAIR_ROWS);
+  sum_pairs(0, z.V_, p, &of_M, b->partial, b->M + c * PAIR_ROWS);
 
   real *S = b->states + c * z.V_ * z.K_;
   multiply_state(z, b->grad_o + at_V, S, b->grad_r + at_K);
@@ -313,7 +318,7 @@ INLINE void walk_chunk(const sizes z, const wkv6_problem *p, const chunk_backwar
 /* On the way back: takes G over the chunk and writes the gradients. */
 INLINE void unwalk_chunk(const sizes z, const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h, int64_t t,
                          int64_t c, int64_t count, real *rest, real *G) {
-  const chunk_block chunk = chunk_at(z, &b->chunk, c);
+  const chunk_block chunk = chunk_at(z, b, c);
   const real *v = b->v + c * CHUNK * z.V_, *grad_o = b->grad_o + c * CHUNK * z.V_, *w = b->w + c * CHUNK * z.K_;
   real *grad_r = b->grad_r + c * CHUNK * z.K_;
   multiply_state(z, v, G, b->grad_k);

@@ -17,7 +17,7 @@ static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t h
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   chunk_forward_block b;
   chunk_block *c = &b.chunk;
-  real **const of_K[] = {&c->r, &c->k, &c->r_start, &c->k_end, &c->d, &b.rows[0], &b.rows[1], &b.rows[2]};
+  real **const of_K[] = {&c->r_start, &c->k_end, &c->d, &b.rows[0], &b.rows[1], &b.rows[2]};
   for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, CHUNK * K_);
   b.v = take(scratch, CHUNK * V_);
   b.o = take(scratch, CHUNK * V_);
@@ -88,16 +88,16 @@ INLINE void chunk_columns(const int columns, const sizes z, int64_t j, const chu
 /* Tokens [t, t + count) of head h, at most a chunk. */
 INLINE void forward_chunk(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h, int64_t t,
                           int64_t count, real *rest, real *S, prefetcher *ahead) {
-  const chunk_rows r = find_rows(&p->r, s, h, t, count, z.K, b->rows[0], z.K_);
-  const chunk_rows k = find_rows(&p->k, s, h, t, count, z.K, b->rows[1], z.K_);
-  const chunk_rows w = find_log_decays(p, s, h, t, count, b->rows[2], z.K_);
+  chunk_block chunk = b->chunk;
+  chunk.r = find_rows(&p->r, s, h, t, count, z.K, b->rows[0], z.K_);
+  chunk.k = find_rows(&p->k, s, h, t, count, z.K, b->rows[1], z.K_);
+  pack_chunk(z, p, &chunk, find_log_decays(p, s, h, t, count, b->rows[2], z.K_));
+  chunk_decay(z, &chunk, rest, b->decay);
+  chunk_A(z, p, &chunk, b->u, b->partial, b->A);
   const chunk_rows v = find_rows(&p->v, s, h, t, count, z.V, b->v, z.V_);
-  pack_chunk(z, p, &b->chunk, r, k, w);
-  chunk_decay(z, &b->chunk, rest, b->decay);
   if (v.at != b->v)
     for (int64_t i = 0; i < CHUNK; i++)
       for (int64_t j = 0; j < z.V_; j += LANES) store(b->v + i * z.V_ + j, load(v.at + i * v.stride + j));
-  chunk_A(z, &b->chunk, b->u, b->partial, b->A);
 
   const int in_place = count == CHUNK && z.V == z.V_ && p->o.dtype == REAL_DTYPE && p->o.stride[3] == 1;
   real *o = in_place ? (real *)row_address(&p->o, s->batch, s->first + t * s->step, h) : b->o;
