@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Between the caller's memory and the kernels' scratch: rows of any dtype and stride become contiguous reals and back. The kernels see
- * nothing but reals, so dtypes and strides cost them nothing. Included by kernels.inc.h after simd.inc.h.
+ * Between the caller's memory and the kernels' scratch: rows of any dtype and stride become contiguous reals and back.
+ * The kernels see nothing but reals, so dtypes and strides cost them nothing. Included by kernels.inc.h after
+ * simd.inc.h.
  */
 INLINE float float_from_bits(uint32_t bits) {
   float x;
@@ -89,7 +90,9 @@ INLINE void store_bf16(uint16_t *to, lanes x) {
 }
 
 #if WKV6_VECTOR_BYTES == 64
-INLINE lanes load_f16(const uint16_t *from) { return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+INLINE lanes load_f16(const uint16_t *from) {
+  return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
 INLINE void store_f16(uint16_t *to, lanes x) {
   _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -101,27 +104,29 @@ INLINE void store_f16(uint16_t *to, lanes x) {
 #else
 INLINE lanes load_f16(const uint16_t *from) {
   lanes x;
-  UNROLL for (int l = 0; l < LANES; l++) x[l] = float_from_f16(from[l]);
+  UNROLL for (int l = 0; l < LANES; l++)
+    x[l] = float_from_f16(from[l]);
   return x;
 }
 INLINE void store_f16(uint16_t *to, lanes x) {
-  UNROLL for (int l = 0; l < LANES; l++) to[l] = f16_from_float(x[l]);
+  UNROLL for (int l = 0; l < LANES; l++)
+    to[l] = f16_from_float(x[l]);
 }
 #endif
 #else
 #define REAL_DTYPE WKV6_F64
 #endif
 
-/* `rows` rows of `width` elements; `next` is the distance in bytes from one row to the next, `stride` in elements within
- * a row. Whole vectors where elements lie side by side, then one by one. */
-#define CONVERT_ROWS(TYPE, VECTORS, ELEMENT)                                                                           \
-  for (int64_t row = 0; row < rows; row++, reals += stride_reals, others += next) {                                     \
-    TYPE *const x = (TYPE *)others;                                                                                    \
-    int64_t i = 0;                                                                                                     \
-    if (stride == 1) VECTORS                                                                                           \
-    for (; i < width; i++) ELEMENT;                                                                                    \
+/* `rows` rows of `width` elements; `next` is the distance in bytes from one row to the next, `stride` in elements
+ * within a row. Whole vectors where elements lie side by side, then one by one. */
+#define CONVERT_ROWS(TYPE, VECTORS, ELEMENT)                                        \
+  for (int64_t row = 0; row < rows; row++, reals += stride_reals, others += next) { \
+    TYPE *const x = (TYPE *)others;                                                 \
+    int64_t i = 0;                                                                  \
+    if (stride == 1) VECTORS                                                        \
+    for (; i < width; i++) ELEMENT;                                                 \
   }
-#define WHOLE_VECTORS(VECTOR)                                                                                          \
+#define WHOLE_VECTORS(VECTOR) \
   for (; i + LANES <= width; i += LANES) VECTOR;
 
 static __attribute__((noinline)) void load_rows(real *reals, int64_t stride_reals, int64_t rows, int64_t width,
@@ -130,11 +135,11 @@ static __attribute__((noinline)) void load_rows(real *reals, int64_t stride_real
     CONVERT_ROWS(const real, WHOLE_VECTORS(store(reals + i, load(x + i))), reals[i] = x[i * stride])
 #if WKV6_REAL_BITS == 32
   } else if (dtype == WKV6_BF16) {
-    CONVERT_ROWS(const uint16_t, WHOLE_VECTORS(store(reals + i, load_bf16(x + i))),
-                 reals[i] = float_from_bf16(x[i * stride]))
+    CONVERT_ROWS(
+        const uint16_t, WHOLE_VECTORS(store(reals + i, load_bf16(x + i))), reals[i] = float_from_bf16(x[i * stride]))
   } else {
-    CONVERT_ROWS(const uint16_t, WHOLE_VECTORS(store(reals + i, load_f16(x + i))),
-                 reals[i] = float_from_f16(x[i * stride]))
+    CONVERT_ROWS(
+        const uint16_t, WHOLE_VECTORS(store(reals + i, load_f16(x + i))), reals[i] = float_from_f16(x[i * stride]))
 #endif
   }
 }
@@ -165,22 +170,34 @@ INLINE sequence sequence_of(const wkv6_problem *p, int64_t n) {
   return (sequence){p->cu_seqlens ? 0 : n, reverse ? start + length - 1 : start, length, reverse ? -1 : 1};
 }
 
-/* Rows of head h for tokens [t, t + count) of the sequence, to or from [count][stride_row] reals. An absent tensor loads
- * as zeros. */
+/* Rows of head h for tokens [t, t + count) of the sequence, to or from [count][stride_row] reals. An absent tensor
+ * loads as zeros. */
 static void load_tokens(real *to, int64_t stride_row, const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t,
                         int64_t count, int64_t width) {
   if (x->dtype == WKV6_ABSENT)
     for (int64_t i = 0; i < count; i++) memset(to + i * stride_row, 0, (size_t)width * sizeof(real));
   else
-    load_rows(to, stride_row, count, width, row_address(x, s->batch, s->first + t * s->step, h),
-              s->step * x->stride[1] * element_size(x->dtype), x->stride[3], x->dtype);
+    load_rows(to,
+              stride_row,
+              count,
+              width,
+              row_address(x, s->batch, s->first + t * s->step, h),
+              s->step * x->stride[1] * element_size(x->dtype),
+              x->stride[3],
+              x->dtype);
 }
 
 static void store_tokens(const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t width,
                          const real *from, int64_t stride_row) {
   if (x->dtype == WKV6_ABSENT) return;
-  store_rows(row_address(x, s->batch, s->first + t * s->step, h), s->step * x->stride[1] * element_size(x->dtype),
-             x->stride[3], x->dtype, count, width, from, stride_row);
+  store_rows(row_address(x, s->batch, s->first + t * s->step, h),
+             s->step * x->stride[1] * element_size(x->dtype),
+             x->stride[3],
+             x->dtype,
+             count,
+             width,
+             from,
+             stride_row);
 }
 
 /* Matrix (n, h) of a [N, H, K, V] tensor to or from [K][stride_row] reals. Absent: zeros, and no store. */
@@ -188,15 +205,15 @@ static void load_state(real *to, int64_t stride_row, const wkv6_tensor *x, int64
   if (x->dtype == WKV6_ABSENT)
     for (int64_t i = 0; i < K; i++) memset(to + i * stride_row, 0, (size_t)V * sizeof(real));
   else
-    load_rows(to, stride_row, K, V, row_address(x, n, h, 0), x->stride[2] * element_size(x->dtype), x->stride[3],
-              x->dtype);
+    load_rows(
+        to, stride_row, K, V, row_address(x, n, h, 0), x->stride[2] * element_size(x->dtype), x->stride[3], x->dtype);
 }
 
 static void store_state(const wkv6_tensor *x, int64_t n, int64_t h, int64_t K, int64_t V, const real *from,
                         int64_t stride_row) {
   if (x->dtype == WKV6_ABSENT) return;
-  store_rows(row_address(x, n, h, 0), x->stride[2] * element_size(x->dtype), x->stride[3], x->dtype, K, V, from,
-             stride_row);
+  store_rows(
+      row_address(x, n, h, 0), x->stride[2] * element_size(x->dtype), x->stride[3], x->dtype, K, V, from, stride_row);
 }
 
 /* Row h of u [H, K]. */

@@ -3,8 +3,8 @@
  * What the chunk forms of both passes share: a chunk of CHUNK tokens packed for equations (9) to (11) of docs/wkv6.md,
  * the decayed products of its pairs of tokens, and the matrix products.
  *
- * Every decay over several tokens is a running product of factors exp(w) <= 1 that starts or ends at the chunk's border,
- * or at the token it belongs to: nothing overflows, nothing cancels, and exp(w) is computed once an element.
+ * Every decay over several tokens is a running product of factors exp(w) <= 1 that starts or ends at the chunk's
+ * border, or at the token it belongs to: nothing overflows, nothing cancels, and exp(w) is computed once an element.
  */
 #define CHUNK 8 /* tokens: more make the pairs dearer, fewer the state's traffic between cache and registers */
 #define PAIRS (CHUNK * (CHUNK + 1) / 2)
@@ -22,8 +22,8 @@
 /* Where pair (s, t), s <= t, of a chunk's tokens stands in the triangle of all pairs. */
 INLINE int64_t pair(int64_t s, int64_t t) { return s * (2 * CHUNK - 1 - s) / 2 + t; }
 
-/* K and V, and both rounded up to whole vectors. The kernels are compiled twice, once for heads of 64 x 64: constant strides leave the
- * registers to the tiles. */
+/* K and V, and both rounded up to whole vectors. The kernels are compiled twice, once for heads of 64 x 64: constant
+ * strides leave the registers to the tiles. */
 typedef struct {
   int64_t K, V, K_, V_;
 } sizes;
@@ -39,13 +39,14 @@ typedef struct {
 /* One chunk of one head. */
 typedef struct {
   chunk_rows r, k;
-  real *r_start, *k_end; /* [CHUNK][K_] scale * r_t P(1..t-1) and k_t P(t+1..C): as the states at the chunk's ends see them */
-  real *d;               /* [CHUNK][K_] exp(w) */
+  real *r_start,
+      *k_end; /* [CHUNK][K_] scale * r_t P(1..t-1) and k_t P(t+1..C): as the states at the chunk's ends see them */
+  real *d;    /* [CHUNK][K_] exp(w) */
   real *product, *m_sum; /* [K_] P(1..C), and P(1..C) - 1 without cancellation */
 } chunk_block;
 
-/* Tokens [t, t + count) of x, in place where they are whole vectors of reals, else copied to scratch [CHUNK][stride] and
- * filled up with zeros: tokens that leave the state as it is. */
+/* Tokens [t, t + count) of x, in place where they are whole vectors of reals, else copied to scratch [CHUNK][stride]
+ * and filled up with zeros: tokens that leave the state as it is. */
 static chunk_rows find_rows(const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t width,
                             real *scratch, int64_t stride) {
   if (count == CHUNK && width == stride && x->dtype == REAL_DTYPE && x->stride[3] == 1)
@@ -70,7 +71,8 @@ static chunk_rows find_log_decays(const wkv6_problem *p, const sequence *s, int6
 }
 
 /* Packs `vectors` vectors of channels from c on. */
-INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const chunk_block *b, chunk_rows w, int64_t c) {
+INLINE void pack_channels(const int vectors, const sizes z, lanes scale, const chunk_block *b, chunk_rows w,
+                          int64_t c) {
   lanes product[PACK], r_product[PACK], m_sum[PACK];
   UNROLL for (int x = 0; x < vectors; x++) {
     product[x] = broadcast(1);
@@ -110,23 +112,24 @@ INLINE void pack_chunk(const sizes z, const wkv6_problem *p, const chunk_block *
   for (; c < z.K_; c += LANES) pack_channels(1, z, scale, b, w, c);
 }
 
-/* decay[K_]: what states are multiplied by over the chunk. A long chain of chunks loses nothing: see wkv6_decay.inc.h for `rest`. */
+/* decay[K_]: what states are multiplied by over the chunk. A long chain of chunks loses nothing: see wkv6_decay.inc.h
+ * for `rest`. */
 INLINE void chunk_decay(const sizes z, const chunk_block *b, real *rest, real *decay) {
   for (int64_t c = 0; c < z.K_; c += LANES)
     store(decay + c, decay_factor(load(b->product + c), load(b->m_sum + c), rest + c));
 }
 
-/* Rows that are multiplied in pairs, row s of `early` with row t >= s of `late`. Between them stand the decays d, [CHUNK][width], of the
- * tokens s+1 .. t-1, and u where s = t; without decays both are NULL. */
+/* Rows that are multiplied in pairs, row s of `early` with row t >= s of `late`. Between them stand the decays d,
+ * [CHUNK][width], of the tokens s+1 .. t-1, and u where s = t; without decays both are NULL. */
 typedef struct {
   chunk_rows early, late;
   const real *d, *u;
 } row_pairs;
 
-/* The part of all pairs' products that `vectors` vectors from c on contribute, lane by lane; added to partial[PAIRS][LANES] unless it
- * is the `first`. */
-INLINE void pair_products(const int vectors, const int first, const int decayed, const int64_t width, const row_pairs *x, int64_t c,
-                          real *partial) {
+/* The part of all pairs' products that `vectors` vectors from c on contribute, lane by lane; added to
+ * partial[PAIRS][LANES] unless it is the `first`. */
+INLINE void pair_products(const int vectors, const int first, const int decayed, const int64_t width,
+                          const row_pairs *x, int64_t c, real *partial) {
   NO_UNROLL for (int64_t s = 0; s < CHUNK; s++) {
     const real *late = x->late.at + s * x->late.stride + c, *d = decayed ? x->d + s * width + c : NULL;
     lanes early[PACK], sum = broadcast(0);
@@ -153,9 +156,10 @@ INLINE void pair_products(const int vectors, const int first, const int decayed,
 
 #define PAIR_ROWS ((PAIRS + LANES - 1) / LANES * LANES) /* whole vectors of them */
 
-/* sums[pair(s, t)] = scale times the sum over `width` elements of early_s late_t and what stands between them. `partial` is scratch,
- * [PAIR_ROWS][LANES]. */
-INLINE void sum_pairs(const int decayed, const int64_t width, const wkv6_problem *p, const row_pairs *x, real *partial, real *sums) {
+/* sums[pair(s, t)] = scale times the sum over `width` elements of early_s late_t and what stands between them.
+ * `partial` is scratch, [PAIR_ROWS][LANES]. */
+INLINE void sum_pairs(const int decayed, const int64_t width, const wkv6_problem *p, const row_pairs *x, real *partial,
+                      real *sums) {
   int64_t c = 0;
   if (width >= PACK * LANES)
     pair_products(PACK, 1, decayed, width, x, c, partial), c += PACK * LANES;
@@ -164,7 +168,8 @@ INLINE void sum_pairs(const int decayed, const int64_t width, const wkv6_problem
   for (; c + PACK * LANES <= width; c += PACK * LANES) pair_products(PACK, 0, decayed, width, x, c, partial);
   for (; c < width; c += LANES) pair_products(1, 0, decayed, width, x, c, partial);
   const lanes scale = broadcast((real)p->scale);
-  NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES) store(sums + m, scale * row_sums(partial + m * LANES));
+  NO_UNROLL for (int64_t m = 0; m < PAIR_ROWS; m += LANES)
+    store(sums + m, scale * row_sums(partial + m * LANES));
 }
 
 /* scale * A_ts at A[pair(s, t)], A_ts = sum_i r_t[i] k_s[i] P(s+1..t-1)[i]; r_t . (u * k_t) on the diagonal. */
@@ -173,35 +178,40 @@ INLINE void chunk_A(const sizes z, const wkv6_problem *p, const chunk_block *b, 
   sum_pairs(1, z.K_, p, &x, partial, A);
 }
 
-/* sum[t] += sum over i < count of left[t][i] right[i]: a tile of TILE rows and `columns` vectors of a matrix product. One
- * chain of additions an element, in the order of i. */
+/* sum[t] += sum over i < count of left[t][i] right[i]: a tile of TILE rows and `columns` vectors of a matrix product.
+ * One chain of additions an element, in the order of i. */
 INLINE void multiply_rows(const int columns, int64_t count, const real *left, int64_t stride_left, const real *right,
                           int64_t stride_right, lanes sum[TILE][2]) {
   _Pragma("GCC unroll 2") for (int64_t i = 0; i < count; i++, right += stride_right) {
     lanes row[2];
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(right + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++)
+      row[c] = load(right + c * LANES);
     UNROLL for (int t = 0; t < TILE; t++) {
       const lanes x = broadcast(left[t * stride_left + i]);
-      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+      UNROLL for (int c = 0; c < columns; c++)
+        sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
     }
   }
 }
 
-/* sum[x] += sum over the chunk's tokens t of left[t][x] right[t]: `rows` rows and `columns` vectors of a state's update. */
+/* sum[x] += sum over the chunk's tokens t of left[t][x] right[t]: `rows` rows and `columns` vectors of a state's
+ * update. */
 INLINE void multiply_tokens(const int rows, const int columns, const real *left, int64_t stride_left, const real *right,
                             int64_t stride_right, lanes sum[TILE][2]) {
   _Pragma("GCC unroll 2") for (int64_t t = 0; t < CHUNK; t++, left += stride_left, right += stride_right) {
     lanes row[2];
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(right + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++)
+      row[c] = load(right + c * LANES);
     UNROLL for (int x = 0; x < rows; x++) {
       const lanes factor = broadcast(left[x]);
-      UNROLL for (int c = 0; c < columns; c++) sum[x][c] = fma_lanes(factor, row[c], sum[x][c]);
+      UNROLL for (int c = 0; c < columns; c++)
+        sum[x][c] = fma_lanes(factor, row[c], sum[x][c]);
     }
   }
 }
 
-/* Rows that will be wanted soon, fetched into the second-level cache a few at a time between the tiles of matrix products. Tokens lie far apart
- * in memory, which no hardware prefetcher follows. */
+/* Rows that will be wanted soon, fetched into the second-level cache a few at a time between the tiles of matrix
+ * products. Tokens lie far apart in memory, which no hardware prefetcher follows. */
 #define PREFETCHED 5 /* tensors at most */
 typedef struct {
   const char *row[PREFETCHED];
@@ -211,7 +221,8 @@ typedef struct {
 } prefetcher;
 
 /* Rows of `tokens` tokens from t on, if the sequence has them. */
-INLINE void prefetch_tokens(prefetcher *a, const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t, int64_t width) {
+INLINE void prefetch_tokens(prefetcher *a, const wkv6_tensor *x, const sequence *s, int64_t h, int64_t t,
+                            int64_t width) {
   if (x->dtype == WKV6_ABSENT) return;
   a->row[a->tensors] = row_address(x, s->batch, s->first + t * s->step, h);
   a->next[a->tensors] = s->step * x->stride[1] * element_size(x->dtype);

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Forward pass, chunk form: equations (9) and (10) of docs/wkv6.md, two operations an element of the state and token where the recurrent
- * form has three. Both are matrix products over a chunk of tokens, done in tiles that stay in registers.
- * Lanes run over V, and each sum over K is one chain in the order of i, so that o does not depend on the tiling or the number of threads.
+ * Forward pass, chunk form: equations (9) and (10) of docs/wkv6.md, two operations an element of the state and token
+ * where the recurrent form has three. Both are matrix products over a chunk of tokens, done in tiles that stay in
+ * registers. Lanes run over V, and each sum over K is one chain in the order of i, so that o does not depend on the
+ * tiling or the number of threads.
  */
 typedef struct {
   chunk_block chunk;
-  real *rows[3];         /* [CHUNK][K_] each: r, k, w where they are not whole vectors of reals */
-  real *v, *o;           /* [CHUNK][V_] */
-  real *u, *decay;       /* [K_] */
-  real *partial, *A;     /* [PAIR_ROWS][LANES], [PAIR_ROWS] */
+  real *rows[3];     /* [CHUNK][K_] each: r, k, w where they are not whole vectors of reals */
+  real *v, *o;       /* [CHUNK][V_] */
+  real *u, *decay;   /* [K_] */
+  real *partial, *A; /* [PAIR_ROWS][LANES], [PAIR_ROWS] */
   state_block heads;
 } chunk_forward_block;
 
@@ -41,53 +42,62 @@ static size_t chunk_forward_scratch(const wkv6_problem *p, int64_t heads) {
 INLINE void output_tile(const int columns, const sizes z, int64_t first, const chunk_forward_block *b, const real *S,
                         const real *v, real *o, int64_t stride_o) {
   lanes sum[TILE][2], row[2];
-  UNROLL for (int t = 0; t < TILE; t++) UNROLL for (int c = 0; c < columns; c++) sum[t][c] = broadcast(0);
+  UNROLL for (int t = 0; t < TILE; t++) UNROLL
+    for (int c = 0; c < columns; c++) sum[t][c] = broadcast(0);
   multiply_rows(columns, z.K, b->chunk.r_start + first * z.K_, z.K_, S, z.V_, sum);
   NO_UNROLL for (int64_t s = 0; s < first; s++) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + s * z.V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++)
+      row[c] = load(v + s * z.V_ + c * LANES);
     UNROLL for (int t = 0; t < TILE; t++) {
       const lanes x = broadcast(b->A[pair(s, first + t)]);
-      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+      UNROLL for (int c = 0; c < columns; c++)
+        sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
     }
   }
   /* The diagonal block as a true triangle: an infinite v times a zero of A would reach earlier tokens as NaN. */
   UNROLL for (int s = 0; s < TILE; s++) {
-    UNROLL for (int c = 0; c < columns; c++) row[c] = load(v + (first + s) * z.V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++)
+      row[c] = load(v + (first + s) * z.V_ + c * LANES);
     UNROLL for (int t = s; t < TILE; t++) {
       const lanes x = broadcast(b->A[pair(first + s, first + t)]);
-      UNROLL for (int c = 0; c < columns; c++) sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
+      UNROLL for (int c = 0; c < columns; c++)
+        sum[t][c] = fma_lanes(x, row[c], sum[t][c]);
     }
   }
   store_tile(TILE, columns, sum, o + first * stride_o, stride_o);
 }
 
 /* (10) for `rows` rows of the state from i and `columns` vectors of V; S and v at the first of them. */
-INLINE void state_tile(const int rows, const int columns, const sizes z, int64_t i, const chunk_forward_block *b, const real *v,
-                       real *S) {
+INLINE void state_tile(const int rows, const int columns, const sizes z, int64_t i, const chunk_forward_block *b,
+                       const real *v, real *S) {
   lanes s[TILE][2];
   UNROLL for (int x = 0; x < rows; x++) {
     const lanes decay = broadcast(b->decay[i + x]);
-    UNROLL for (int c = 0; c < columns; c++) s[x][c] = decay * load(S + x * z.V_ + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++)
+      s[x][c] = decay * load(S + x * z.V_ + c * LANES);
   }
   multiply_tokens(rows, columns, b->chunk.k_end + i, z.K_, v, z.V_, s);
   store_tile(rows, columns, s, S, z.V_);
 }
 
-/* Everything for `columns` vectors of V from j on. The state's columns come from the nearest cache for the second product. */
-INLINE void chunk_columns(const int columns, const sizes z, int64_t j, const chunk_forward_block *b, real *S, real *o, int64_t stride_o,
-                          prefetcher *ahead) {
-  NO_UNROLL for (int64_t t = 0; t < CHUNK; t += TILE) output_tile(columns, z, t, b, S + j, b->v + j, o + j, stride_o);
+/* Everything for `columns` vectors of V from j on. The state's columns come from the nearest cache for the second
+ * product. */
+INLINE void chunk_columns(const int columns, const sizes z, int64_t j, const chunk_forward_block *b, real *S, real *o,
+                          int64_t stride_o, prefetcher *ahead) {
+  NO_UNROLL for (int64_t t = 0; t < CHUNK; t += TILE)
+    output_tile(columns, z, t, b, S + j, b->v + j, o + j, stride_o);
   int64_t i = 0;
   NO_UNROLL for (; i + TILE <= z.K; i += TILE) {
     prefetch_some(ahead);
     state_tile(TILE, columns, z, i, b, b->v + j, S + i * z.V_ + j);
   }
-  NO_UNROLL for (; i < z.K; i++) state_tile(1, columns, z, i, b, b->v + j, S + i * z.V_ + j); /* no padded rows */
+  NO_UNROLL for (; i < z.K; i++)
+    state_tile(1, columns, z, i, b, b->v + j, S + i * z.V_ + j); /* no padded rows */
 }
 
 /* Tokens [t, t + count) of head h, at most a chunk. */
-INLINE void forward_chunk(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h, int64_t t,
-                          int64_t count, real *rest, real *S, prefetcher *ahead) {
+INLINE void forward_chunk(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s,
+                          int64_t h, int64_t t, int64_t count, real *rest, real *S, prefetcher *ahead) {
   chunk_block chunk = b->chunk;
   chunk.r = find_rows(&p->r, s, h, t, count, z.K, b->rows[0], z.K_);
   chunk.k = find_rows(&p->k, s, h, t, count, z.K, b->rows[1], z.K_);
@@ -103,7 +113,8 @@ INLINE void forward_chunk(const sizes z, const wkv6_problem *p, const chunk_forw
   real *o = in_place ? (real *)row_address(&p->o, s->batch, s->first + t * s->step, h) : b->o;
   const int64_t stride_o = in_place ? s->step * p->o.stride[1] : z.V_;
   int64_t j = 0;
-  NO_UNROLL for (; j + 2 * LANES <= z.V_; j += 2 * LANES) chunk_columns(2, z, j, b, S, o, stride_o, ahead);
+  NO_UNROLL for (; j + 2 * LANES <= z.V_; j += 2 * LANES)
+    chunk_columns(2, z, j, b, S, o, stride_o, ahead);
   if (j < z.V_) chunk_columns(1, z, j, b, S, o, stride_o, ahead);
   if (!in_place) store_tokens(&p->o, s, h, t, count, z.V, b->o, z.V_);
 }
@@ -121,8 +132,8 @@ INLINE prefetcher prefetch_chunk(const sizes z, const wkv6_problem *p, const seq
   return a;
 }
 
-INLINE void forward_chunks(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h, int64_t t,
-                           int64_t count, real *rest, real *S) {
+INLINE void forward_chunks(const sizes z, const wkv6_problem *p, const chunk_forward_block *b, const sequence *s,
+                           int64_t h, int64_t t, int64_t count, real *rest, real *S) {
   NO_UNROLL for (int64_t c = 0; c < count; c += CHUNK) {
     /* The next chunk is the next head's first one after the block's last. */
     const int last = c + CHUNK >= count;
@@ -131,19 +142,21 @@ INLINE void forward_chunks(const sizes z, const wkv6_problem *p, const chunk_for
   }
 }
 
-static __attribute__((noinline)) void forward_chunks_64(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
-                                                        int64_t t, int64_t count, real *rest, real *S) {
+static __attribute__((noinline)) void forward_chunks_64(const wkv6_problem *p, const chunk_forward_block *b,
+                                                        const sequence *s, int64_t h, int64_t t, int64_t count,
+                                                        real *rest, real *S) {
   forward_chunks(sizes_of(64, 64), p, b, s, h, t, count, rest, S);
 }
 
-static __attribute__((noinline)) void forward_chunks_any(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
-                                                         int64_t t, int64_t count, real *rest, real *S) {
+static __attribute__((noinline)) void forward_chunks_any(const wkv6_problem *p, const chunk_forward_block *b,
+                                                         const sequence *s, int64_t h, int64_t t, int64_t count,
+                                                         real *rest, real *S) {
   forward_chunks(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, S);
 }
 
 /* Tokens [t, t + count) of head h. */
-static void chunk_forward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t h, int64_t t, int64_t count,
-                                 real *rest, real *S) {
+static void chunk_forward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t h, int64_t t,
+                                 int64_t count, real *rest, real *S) {
   const chunk_forward_block *b = block;
   load_u(b->u, p, h);
   if (p->K == 64 && p->V == 64)

@@ -2,12 +2,12 @@
  *
  * From w to the factors d that the recurrences multiply by, without the systematic error of rounding exp(w).
  *
- * A channel with w = -1e-4 keeps thousands of tokens, and the same rounding error of exp(w), up to 3e-8, would enter at each of them:
- * 5e-5 after 8192. So what the rounding of one factor lost goes into the next one, channel by channel:
+ * A channel with w = -1e-4 keeps thousands of tokens, and the same rounding error of exp(w), up to 3e-8, would enter at
+ * each of them: 5e-5 after 8192. So what the rounding of one factor lost goes into the next one, channel by channel:
  *     d_t = round(exp(w_t) (1 + c)),   c = (exp(w_t) (1 + c) - d_t) / d_t
- * The product of d over any range of tokens is then the product of exp(w) within two roundings, however long the range, and the inner
- * loops multiply by d as they would by exp(w). exp(w) beyond a real's precision comes from expm1. Decays stronger than exp(w) = 1/2
- * forget before errors can add up: they take exp(w) as it is and leave no rest.
+ * The product of d over any range of tokens is then the product of exp(w) within two roundings, however long the range,
+ * and the inner loops multiply by d as they would by exp(w). exp(w) beyond a real's precision comes from expm1. Decays
+ * stronger than exp(w) = 1/2 forget before errors can add up: they take exp(w) as it is and leave no rest.
  */
 
 /* The factor d for exp(w) = e = 1 + m; `rest` holds c of these channels. */
@@ -16,7 +16,7 @@ INLINE lanes decay_factor(lanes e, lanes m, real *rest) {
   const lanes_integer weak = (m > -half) & (m < half);
   const lanes y = fma_lanes(m, c, m + c); /* exp(w) (1 + c) = 1 + y */
   const lanes rounded = one + y;
-  const lanes lost = y - (rounded - one); /* exact: rounded - 1 is */
+  const lanes lost = y - (rounded - one);                    /* exact: rounded - 1 is */
   store(rest, choose(weak, lost * (one - y), broadcast(0))); /* 1 - y for 1 / d: c needs few digits */
   return choose(weak, rounded, e);
 }

@@ -45,16 +45,17 @@ static wkv6_problem of_columns(const wkv6_problem *p, const wkv6_work *work) {
   return part;
 }
 
-/* Tokens of one head that the forward pass takes together: what one column of tiles reads then fits the first-level cache. */
+/* Tokens of one head that the forward pass takes together: what one column of tiles reads then fits the first-level
+ * cache. */
 #define FORWARD_BLOCK 32
 
-/* Advances `state` [K][V_] and `rest` [K_] of head h over tokens [t, t + count), at most FORWARD_BLOCK of one segment, and writes their
- * o. `block` is the algorithm's scratch. */
-typedef void forward_block_fn(const wkv6_problem *p, const void *block, const sequence *s, int64_t h, int64_t t, int64_t count,
-                                real *rest, real *state);
+/* Advances `state` [K][V_] and `rest` [K_] of head h over tokens [t, t + count), at most FORWARD_BLOCK of one segment,
+ * and writes their o. `block` is the algorithm's scratch. */
+typedef void forward_block_fn(const wkv6_problem *p, const void *block, const sequence *s, int64_t h, int64_t t,
+                              int64_t count, real *rest, real *state);
 
-/* Blocks of tokens, then the heads: the tokens' rows lie H * K apart in memory, and all heads of a few tokens touch fewer pages than all tokens
- * of one head. */
+/* Blocks of tokens, then the heads: the tokens' rows lie H * K apart in memory, and all heads of a few tokens touch
+ * fewer pages than all tokens of one head. */
 static void forward_pass(const wkv6_problem *p, const wkv6_work *work, const state_block *b, forward_block_fn *advance,
                          const void *block) {
   const uint64_t mode = flush_subnormals();
@@ -95,26 +96,29 @@ static adjoint_block adjoint_layout(const wkv6_problem *p, int64_t heads, char *
 }
 
 /* to[columns][stride_to] = the transpose of from[rows][stride_from]; rows and columns are multiples of LANES. */
-static void transpose(const real *from, int64_t stride_from, int64_t rows, int64_t columns, real *to, int64_t stride_to) {
+static void transpose(const real *from, int64_t stride_from, int64_t rows, int64_t columns, real *to,
+                      int64_t stride_to) {
   for (int64_t i = 0; i < rows; i += LANES)
-    for (int64_t j = 0; j < columns; j += LANES) transpose_block(from + i * stride_from + j, stride_from, to + j * stride_to + i, stride_to);
+    for (int64_t j = 0; j < columns; j += LANES)
+      transpose_block(from + i * stride_from + j, stride_from, to + j * stride_to + i, stride_to);
 }
 
 /* Matrix (n, h) of a state tensor, transposed to [V_][K_]. */
-static void load_state_transposed(const wkv6_problem *p, real *natural, const wkv6_tensor *x, int64_t n, int64_t h, real *to) {
+static void load_state_transposed(const wkv6_problem *p, real *natural, const wkv6_tensor *x, int64_t n, int64_t h,
+                                  real *to) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   load_state(natural, V_, x, n, h, p->K, p->V);
   transpose(natural, V_, K_, V_, to, K_);
 }
 
-/* Walks G and the `rest` of head h back over tokens [t, t + count), one segment, and writes their gradients; the sum for u is added to its
- * part. `block` is the algorithm's scratch. */
-typedef void backward_segment_fn(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h, int64_t t,
-                                 int64_t count, real *rest, real *G);
+/* Walks G and the `rest` of head h back over tokens [t, t + count), one segment, and writes their gradients; the sum
+ * for u is added to its part. `block` is the algorithm's scratch. */
+typedef void backward_segment_fn(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h,
+                                 int64_t t, int64_t count, real *rest, real *G);
 
 /* Segments, then the heads. `state` [V_][K_] receives the transposed state before each segment. */
-static void backward_pass(const wkv6_problem *p, const wkv6_work *work, const adjoint_block *b, real *state, backward_segment_fn *retreat,
-                          const void *block) {
+static void backward_pass(const wkv6_problem *p, const wkv6_work *work, const adjoint_block *b, real *state,
+                          backward_segment_fn *retreat, const void *block) {
   const uint64_t mode = flush_subnormals();
   const int64_t n = work->n, first = wkv6_first_token(p, n), K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   const sequence s = sequence_of(p, n);

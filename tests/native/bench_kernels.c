@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How fast the kernels are on one thread, beside the machine's limits and ggml's loop. Everything is timed in turn in one run and the best
- * of many rounds is printed, so that other users of the machine meet all alike. `make check-kernels ARGS=--bench` builds and runs it.
+ * How fast the kernels are on one thread, beside the machine's limits and ggml's loop. Everything is timed in turn in
+ * one run and the best of many rounds is printed, so that other users of the machine meet all alike. `make
+ * check-kernels ARGS=--bench` builds and runs it.
  */
 #include "bench_machine.h"
 #include "cpu/dispatch.h"
@@ -22,8 +23,14 @@ typedef struct {
 } bench_size;
 
 static const bench_size sizes[] = {
-    {1, 512, 1, WKV6_F32, 4},  {1, 512, 1, WKV6_BF16, 4}, {1, 512, 8, WKV6_F32, 6},   {1, 512, 8, WKV6_BF16, 6},
-    {1, 512, 32, WKV6_F32, 8}, {4, 1024, 8, WKV6_F32, 8}, {1, 4096, 32, WKV6_F32, 20}, {1, 16384, 8, WKV6_F32, 20},
+    {1, 512, 1, WKV6_F32, 4},
+    {1, 512, 1, WKV6_BF16, 4},
+    {1, 512, 8, WKV6_F32, 6},
+    {1, 512, 8, WKV6_BF16, 6},
+    {1, 512, 32, WKV6_F32, 8},
+    {4, 1024, 8, WKV6_F32, 8},
+    {1, 4096, 32, WKV6_F32, 20},
+    {1, 16384, 8, WKV6_F32, 20},
 };
 /* Decoding: states that a cache holds, and states that none does. */
 static const bench_size step_sizes[] = {{1, 1, 32, WKV6_F32, 2}, {256, 1, 32, WKV6_F32, 6}};
@@ -41,11 +48,12 @@ static float uniform(void) { /* in [-1, 1) */
   return (float)(int32_t)state * 0x1p-31f;
 }
 
-static wkv6_tensor tensor_of(int32_t dtype, int64_t a, int64_t b, int64_t c, int64_t d) {
+/* Numbers in [middle - 1, middle + 1). */
+static wkv6_tensor tensor_of(int32_t dtype, int64_t a, int64_t b, int64_t c, int64_t d, float middle) {
   wkv6_tensor x = {.dtype = dtype, .stride = {b * c * d, c * d, d, 1}};
   x.data = allocate(a * b * c * d * (dtype == WKV6_F32 ? 4 : 2));
   for (int64_t i = 0; i < a * b * c * d; i++) {
-    const float value = uniform();
+    const float value = middle + uniform();
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     if (dtype == WKV6_F32)
@@ -58,22 +66,36 @@ static wkv6_tensor tensor_of(int32_t dtype, int64_t a, int64_t b, int64_t c, int
 
 static wkv6_problem problem_of(const bench_size *s) {
   const int64_t B = s->B, T = s->T, H = s->H;
-  wkv6_problem p = {.B = B, .T = T, .H = H, .K = D, .V = D, .N = B, .segment = CHECKPOINT, .scale = 1, .flags = WKV6_RAW_DECAY};
+  wkv6_problem p = {.B = B, .T = T, .H = H, .K = D, .V = D, .N = B, .segment = CHECKPOINT, .scale = 1};
   wkv6_tensor *const rows[] = {&p.r, &p.k, &p.v, &p.w, &p.o, &p.grad_o, &p.grad_r, &p.grad_k, &p.grad_v, &p.grad_w};
-  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = tensor_of(s->dtype, B, T, H, D);
-  p.u = tensor_of(s->dtype, 1, 1, H, D);
-  p.grad_u = tensor_of(s->dtype, 1, 1, H, D);
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+    *rows[i] = tensor_of(s->dtype, B, T, H, D, rows[i] == &p.w ? -1 : 0);
+  p.u = tensor_of(s->dtype, 1, 1, H, D, 0);
+  p.grad_u = tensor_of(s->dtype, 1, 1, H, D, 0);
   p.u.stride[0] = p.grad_u.stride[0] = D, p.u.stride[1] = p.grad_u.stride[1] = 1;
-  p.final_state = tensor_of(WKV6_F32, B, H, D, D);
-  p.grad_final_state = tensor_of(WKV6_F32, B, H, D, D);
-  p.checkpoints = tensor_of(WKV6_F32, B * T / CHECKPOINT, H, D, D);
-  p.grad_u_parts = tensor_of(WKV6_F32, 1, B, H, D);
+  p.final_state = tensor_of(WKV6_F32, B, H, D, D, 0);
+  p.grad_final_state = tensor_of(WKV6_F32, B, H, D, D, 0);
+  p.checkpoints = tensor_of(WKV6_F32, B * T / CHECKPOINT, H, D, D, 0);
+  p.grad_u_parts = tensor_of(WKV6_F32, 1, B, H, D, 0);
   return p;
 }
 
 static void free_problem(wkv6_problem *p) {
-  wkv6_tensor *const all[] = {&p->r,      &p->k,      &p->v,      &p->w,      &p->o,      &p->grad_o, &p->grad_r,      &p->grad_k,
-                              &p->grad_v, &p->grad_w, &p->u,      &p->grad_u, &p->final_state, &p->grad_final_state, &p->checkpoints,
+  wkv6_tensor *const all[] = {&p->r,
+                              &p->k,
+                              &p->v,
+                              &p->w,
+                              &p->o,
+                              &p->grad_o,
+                              &p->grad_r,
+                              &p->grad_k,
+                              &p->grad_v,
+                              &p->grad_w,
+                              &p->u,
+                              &p->grad_u,
+                              &p->final_state,
+                              &p->grad_final_state,
+                              &p->checkpoints,
                               &p->grad_u_parts};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
@@ -84,20 +106,29 @@ typedef struct {
   double flop, rows; /* per token and head: the yardstick, and rows of D elements read or written */
   wkv6_status (*run)(const wkv6_problem *);
   uint32_t flags;
-  double best; /* seconds */
+  double width; /* bytes of its vectors: what it may take of the peak of the widest ones */
+  double best;  /* seconds */
 } row;
 
 static double time_row(const row *x, wkv6_problem *p, const float *ggml_inputs) {
   if (x->isa) wkv6_use_isa(x->isa);
-  p->flags = WKV6_RAW_DECAY | x->flags;
+  p->flags = x->flags;
   const wkv6_tensor checkpoints = p->checkpoints;
   if (x->run == wkv6_cpu_forward) p->checkpoints.dtype = WKV6_ABSENT; /* as in inference */
   const double start = seconds();
   if (!x->run) {
     const int64_t n = p->T * p->H * D;
     for (int64_t b = 0; b < p->B; b++)
-      ggml_form(p->T, p->H, D, (const float *)p->r.data + b * n, (const float *)p->k.data + b * n, (const float *)p->v.data + b * n,
-                ggml_inputs + b * n, p->u.data, (float *)p->final_state.data + b * p->H * D * D, (float *)p->o.data + b * n);
+      ggml_form(p->T,
+                p->H,
+                D,
+                (const float *)p->r.data + b * n,
+                (const float *)p->k.data + b * n,
+                (const float *)p->v.data + b * n,
+                ggml_inputs + b * n,
+                p->u.data,
+                (float *)p->final_state.data + b * p->H * D * D,
+                (float *)p->o.data + b * n);
   } else if (x->run(p) != WKV6_OK) {
     abort();
   }
@@ -112,8 +143,9 @@ static int add_rows(row *rows, const char *recurrent, const char *chunk, double 
   int n = 0;
   for (const wkv6_isa *isa = wkv6_isas; isa->name; isa++) {
     if (!isa->runs_here()) continue;
-    rows[n++] = (row){isa->name, recurrent, flop * D * D, count, run, WKV6_RECURRENT, INFINITY};
-    if (chunk) rows[n++] = (row){isa->name, chunk, flop * D * D, count, run, WKV6_CHUNK, INFINITY};
+    const double width = (double)isa->f32->lanes * (double)sizeof(float);
+    rows[n++] = (row){isa->name, recurrent, flop * D * D, count, run, WKV6_RECURRENT, width, INFINITY};
+    if (chunk) rows[n++] = (row){isa->name, chunk, flop * D * D, count, run, WKV6_CHUNK, width, INFINITY};
   }
   return n;
 }
@@ -125,7 +157,7 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
   for (int64_t i = 0; i < elements; i++) decays[i] = 0.5f + 0.4f * uniform();
   row rows[32];
   int count = 0;
-  if (s->dtype == WKV6_F32) rows[count++] = (row){NULL, "ggml's loop", 5.0 * D * D, 5, NULL, 0, INFINITY};
+  if (s->dtype == WKV6_F32) rows[count++] = (row){NULL, "ggml's loop", 5.0 * D * D, 5, NULL, 0, vector_bytes, INFINITY};
   if (is_step) {
     count += add_rows(rows + count, "step", NULL, 5, 2.0 * D + 5, wkv6_cpu_step);
   } else {
@@ -144,12 +176,21 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
   for (int i = 0; i < 5; i++) triad = fmax(triad, triad_bandwidth(triad_memory, TRIAD_FLOATS));
 
   const double heads = (double)(p.B * p.T * p.H);
-  printf("\nB %d T %d H %d %s: FMA peak %.0f GF, triad %.1f GB/s\n", (int)p.B, (int)p.T, (int)p.H, width == 4 ? "float32" : "bfloat16",
-         peak * 1e-9, triad * 1e-9);
+  printf("\nB %d T %d H %d %s: FMA peak %.0f GF, triad %.1f GB/s\n",
+         (int)p.B,
+         (int)p.T,
+         (int)p.H,
+         width == 4 ? "float32" : "bfloat16",
+         peak * 1e-9,
+         triad * 1e-9);
   printf("                                ns/token-head  of peak  of triad  x ggml's loop\n");
   for (int i = 0; i < count; i++) {
     const double each = rows[i].best / heads;
-    printf("  %-8s %-20s %13.1f %8.2f %9.2f", rows[i].isa ? rows[i].isa : "native", rows[i].name, 1e9 * each, rows[i].flop / each / peak,
+    printf("  %-8s %-20s %13.1f %8.2f %9.2f",
+           rows[i].isa ? rows[i].isa : "native",
+           rows[i].name,
+           1e9 * each,
+           rows[i].flop / each / (peak * rows[i].width / vector_bytes),
            rows[i].rows * D * (double)width / each / triad);
     if (!rows[0].run && rows[i].flop == rows[0].flop) printf(" %14.2f", rows[0].best / rows[i].best);
     printf("\n");

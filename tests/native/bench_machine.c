@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What bench_kernels.c compares with, compiled for the very machine it runs on (-O3 -march=native): the machine's limits, and the
- * recurrence in the form of ggml's WKV6 operator, the fastest public one on a CPU.
+ * What bench_kernels.c compares with, compiled for the very machine it runs on (-O3 -march=native): the machine's
+ * limits, and the recurrence in the form of ggml's WKV6 operator, the fastest public one on a CPU.
  */
 #include "bench_machine.h"
 
@@ -17,6 +17,8 @@ typedef float vector __attribute__((vector_size(32)));
 typedef float vector __attribute__((vector_size(16)));
 #define CHAINS 12
 #endif
+
+const double vector_bytes = sizeof(vector);
 
 double seconds(void) {
   struct timespec t;
@@ -50,8 +52,8 @@ double triad_bandwidth(float *memory, int64_t count) {
 }
 
 /* [T, H, D] rows, multiplicative decays d, one [D, D] state a head, changed in place. */
-void ggml_form(int64_t T, int64_t H, int64_t D, const float *r, const float *k, const float *v, const float *d, const float *u,
-               float *state, float *o) {
+void ggml_form(int64_t T, int64_t H, int64_t D, const float *r, const float *k, const float *v, const float *d,
+               const float *u, float *state, float *o) {
   for (int64_t t = 0; t < T; t++)
     for (int64_t h = 0; h < H; h++) {
       const int64_t row = (t * H + h) * D;
