@@ -1,4 +1,4 @@
-# What one does here, each in a word: make demo | test | lint | format | bench | build | wheel | clean.
+# What one does here, each in a word: make demo | test | check-kernels | lint | format | bench | build | wheel | clean.
 # Needs GNU make, a C compiler (gcc or clang) and Python >= 3.11 with venv and its C headers; pip brings the rest into .venv.
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h)
 C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h)
 
-.PHONY: help venv install demo test lint format bench build wheel clean
+.PHONY: help venv install demo test check-kernels lint format bench build wheel clean
 help:
 	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
 
@@ -45,6 +45,22 @@ $(VENV)/peers.stamp: $(VENV)/tools.stamp
 
 test: install $(VENV)/peers.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+# The kernels without Python: against a plain loop in guarded memory; with ARGS=--bench their speed beside the machine's limits as well.
+KERNEL_FLAGS := -std=gnu17 -D_GNU_SOURCE -Icsrc -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread
+KERNELS := $(patsubst %.c,build/native/%.o,$(filter-out csrc/cpu/parallel.c,$(wildcard csrc/cpu/*.c)) csrc/wkv6_problem.c)
+build/native/%.o: %.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(KERNEL_FLAGS) -c $< -o $@
+build/native/tests/native/bench_machine.o: KERNEL_FLAGS := -std=gnu17 -D_GNU_SOURCE -O3 -march=native
+build/native/guard_pages: $(KERNELS) build/native/tests/native/guard_pages.o
+	$(CC) $^ -lm -pthread -o $@
+build/native/bench_kernels: $(KERNELS) $(patsubst %,build/native/%.o,csrc/cpu/parallel tests/native/bench_kernels tests/native/bench_machine)
+	$(CC) $^ -lm -ldl -pthread -o $@
+
+check-kernels: build/native/guard_pages $(if $(filter --bench,$(ARGS)),build/native/bench_kernels)
+	build/native/guard_pages
+	$(if $(filter --bench,$(ARGS)),build/native/bench_kernels)
 
 bench: install
 	$(BIN)/python benchmarks/bench_wkv6.py $(ARGS)

@@ -20,6 +20,8 @@ enum { WKV6_ABSENT = 0, WKV6_F32, WKV6_BF16, WKV6_F16, WKV6_F64 };
 enum {
   WKV6_REVERSE = 1,   /* each sequence is read from its last token to its first */
   WKV6_RAW_DECAY = 2, /* w holds RWKV's raw x: the log decay is -exp(x), and dw is the gradient of x */
+  WKV6_RECURRENT = 4, /* token by token */
+  WKV6_CHUNK = 8,     /* as matrix products over chunks of tokens; neither of the two: whichever is faster */
 };
 
 typedef enum wkv6_status {

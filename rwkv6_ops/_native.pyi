@@ -3,6 +3,8 @@ from torch import Tensor
 
 REVERSE: int
 RAW_DECAY: int
+RECURRENT: int
+CHUNK: int
 uses_torch_threads: int
 
 def forward(

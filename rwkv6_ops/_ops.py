@@ -33,14 +33,14 @@ _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "wkv6_forward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
-    "float scale, bool output_final_state, bool reverse, bool raw_decay, int checkpoint) "
+    "float scale, bool output_final_state, bool reverse, bool raw_decay, str algorithm, int checkpoint) "
     "-> (Tensor o, Tensor final_state, Tensor checkpoints)",
     tags=_tags,
 )
 _library.define(
     "wkv6_backward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor checkpoints, Tensor? grad_o, Tensor? grad_final_state, float scale, bool reverse, bool raw_decay, "
-    "int checkpoint, bool[6] wanted) "
+    "str algorithm, int checkpoint, bool[6] wanted) "
     "-> (Tensor grad_r, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_u, Tensor grad_initial_state)",
     tags=_tags,
 )
@@ -51,8 +51,11 @@ _library.define(
 )
 
 
-def _flags(reverse: bool, raw_decay: bool) -> int:
-    return (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0)
+_ALGORITHMS = {"auto": 0, "recurrent": _native.RECURRENT, "chunk": _native.CHUNK}
+
+
+def _flags(reverse: bool, raw_decay: bool, algorithm: str = "auto") -> int:
+    return (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0) | _ALGORITHMS[algorithm]
 
 
 def _state_dtype(r: Tensor) -> torch.dtype:
@@ -102,12 +105,25 @@ def _without_none(r: Tensor, tensors) -> tuple[Tensor, ...]:
 
 
 def _forward_kernel(
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint, spare=0
+    r,
+    k,
+    v,
+    w,
+    u,
+    initial_state,
+    cu_seqlens,
+    scale,
+    output_final_state,
+    reverse,
+    raw_decay,
+    algorithm,
+    checkpoint,
+    spare=0,
 ):
     o, final, saved = outputs = _allocate_forward(
         r, v, initial_state, cu_seqlens, output_final_state, checkpoint, spare
     )
-    flags, checkpoint = _flags(reverse, raw_decay), checkpoint or CHECKPOINT
+    flags, checkpoint = _flags(reverse, raw_decay, algorithm), checkpoint or CHECKPOINT
     _native_forward(r, k, v, w, u, initial_state, o, final, saved, cu_seqlens, scale, flags, checkpoint)
     return outputs
 
@@ -115,11 +131,11 @@ def _forward_kernel(
 def _backward_kernel(
     r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, *options
 ):
-    checkpoint, wanted = options
+    algorithm, checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
     if not checkpoint:  # the forward pass was told of no gradient and saved nothing
         checkpoint = CHECKPOINT
-        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, checkpoint)
+        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, algorithm, checkpoint)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
     if gradients[4] is not None:
@@ -134,7 +150,7 @@ def _backward_kernel(
         parts,
         cu_seqlens,
         scale,
-        _flags(reverse, raw_decay),
+        _flags(reverse, raw_decay, algorithm),
         checkpoint,
     )
     return gradients
@@ -174,7 +190,7 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_forward", lib=_library)
-def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint):
+def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint):
     return _without_none(r, _allocate_forward(r, v, initial_state, cu_seqlens, output_final_state, checkpoint, _SPARE))
 
 
@@ -192,10 +208,12 @@ def _(r, k, v, w, u, state, scale, raw_decay):
 
 
 def _save(ctx, inputs, output):
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, checkpoint = inputs
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint = (
+        inputs
+    )
     ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, output[2])
     ctx.has_final_state = output_final_state
-    ctx.options = (scale, reverse, raw_decay, checkpoint)
+    ctx.options = (scale, reverse, raw_decay, algorithm, checkpoint)
     ctx.set_materialize_grads(False)
 
 
@@ -208,7 +226,7 @@ def _saved_gradients(ctx, backward, grad_o, grad_final_state):
 
 def _registered_backward(ctx, grad_o, grad_final_state, _):
     grad_final_state = grad_final_state if ctx.has_final_state else None
-    return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 6)
+    return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 7)
 
 
 def _refuse_double_backward(ctx, *_):
@@ -306,18 +324,20 @@ class _EagerWKV6(torch.autograd.Function):
     """The operator in eager mode, past the dispatcher. With ctx in forward(), apply() inspects no signatures."""
 
     @staticmethod
-    def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-        options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT)
+    def forward(
+        ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm
+    ):
+        options = (scale, output_final_state, reverse, raw_decay, algorithm, CHECKPOINT)
         o, final_state, saved = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, *options)
         ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, saved)
-        ctx.options = (scale, reverse, raw_decay, CHECKPOINT)
+        ctx.options = (scale, reverse, raw_decay, algorithm, CHECKPOINT)
         ctx.set_materialize_grads(False)
         return (o, final_state) if output_final_state else o
 
     @staticmethod
     def backward(ctx, grad_o, grad_final_state=None):
         gradients = _saved_gradients(ctx, _eager_backward, grad_o, grad_final_state)
-        return (*gradients, *(None,) * 5)
+        return (*gradients, *(None,) * 6)
 
 
 # Function.apply() less what it does for torch.func, which does not come this way.
@@ -341,7 +361,7 @@ class _TransformedWKV6(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_o, grad_final_state, _):
         grad_final_state = grad_final_state if ctx.has_final_state else None
-        return (*_saved_gradients(ctx, _OnceDifferentiable.apply, grad_o, grad_final_state), *(None,) * 6)
+        return (*_saved_gradients(ctx, _OnceDifferentiable.apply, grad_o, grad_final_state), *(None,) * 7)
 
 
 # ---- Which way a call goes ----
@@ -395,7 +415,7 @@ def kernel_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
     return cu_seqlens.to(device=r.device, dtype=torch.int64).contiguous()
 
 
-def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
+def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
     """The operator on plain tensors: o, and final_state or None. Raises REFUSALS."""
     if cu_seqlens is not None:
         cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
@@ -403,20 +423,20 @@ def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_sta
         (r.requires_grad or k.requires_grad or v.requires_grad or w.requires_grad or u.requires_grad)
         or (initial_state is not None and initial_state.requires_grad)
     ):
-        options = (scale, output_final_state, reverse, raw_decay)
+        options = (scale, output_final_state, reverse, raw_decay, algorithm)
         outputs = _apply_eager(r, k, v, w, u, initial_state, cu_seqlens, *options)
         return outputs if output_final_state else (outputs, None)
     o = _empty_like(v, memory_format=_contiguous_format)
     final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
-    flags = _flags(reverse, raw_decay)
+    flags = _flags(reverse, raw_decay, algorithm)
     _native_forward(r, k, v, w, u, initial_state, o, final_state, None, cu_seqlens, scale, flags, CHECKPOINT)
     return o, final_state
 
 
-def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
+def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
-    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
+    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay, algorithm)
     if not _compiling() and _forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
     if not _compiling() and _transforms() is not None:

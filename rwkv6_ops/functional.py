@@ -62,7 +62,8 @@ def wkv6(
     decay : {"log", "raw"}
         What `w` holds.
     algorithm : {"auto", "recurrent", "chunk"}
-        Which kernels. On the CPU all three are the recurrent ones for now.
+        Token by token, or as matrix products over chunks of tokens; "auto" takes whichever is faster. The results agree
+        to rounding.
     precision : {"default", "fast", "exact"}
         Operands of the CUDA chunk kernels. Without effect on the CPU.
 
@@ -106,12 +107,14 @@ def wkv6(
     raw = decay == "raw"
     if _ops.is_plain(r, k, v, w, u, initial_state, cu_seqlens):
         try:  # the C core checks it all in a microsecond; what it refuses goes the long way and meets _check's words
-            return _ops.wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw)
+            return _ops.wkv6_eager(
+                r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw, algorithm
+            )
         except _ops.REFUSALS:
             pass
     tensors = (r, k, v, w, u, initial_state, cu_seqlens)
     _check.operator(*tensors, scale)
-    return _ops.wkv6_dispatched(*tensors, scale, output_final_state, reverse, raw)
+    return _ops.wkv6_dispatched(*tensors, scale, output_final_state, reverse, raw, algorithm)
 
 
 def fused_recurrent_rwkv6(
@@ -174,7 +177,7 @@ def chunk_rwkv6(
     head_first: bool = False,
     precision: str = "default",
 ) -> tuple[Tensor, Tensor | None]:
-    """The chunk kernels behind flash-linear-attention's call of the same name; on the CPU the recurrent ones for now.
+    """The chunk kernels behind flash-linear-attention's call of the same name.
 
     Parameters
     ----------

@@ -7,22 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from rwkv6_ops import _native
+from rwkv6_ops import _native, _ops
 
 # torch.compile keeps graphs on disk and does not notice when a custom operator behind them has changed.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once on each instruction set that this machine has."""
-    previous = _native.use_isa(request.param)
-    yield request.param
+@pytest.fixture(params=product(_native.isas(), ("recurrent", "chunk")), ids="-".join)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run the test with each algorithm, where it asks for none, on each instruction set that this machine has."""
+    name, algorithm = request.param
+    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _ops._ALGORITHMS[algorithm])
+    previous = _native.use_isa(name)
+    yield name
     _native.use_isa(previous)
 
 

@@ -21,8 +21,12 @@ typedef struct wkv6_kernels {
   /* Bytes that the kernel needs for `heads` heads at once. */
   size_t (*forward_scratch)(const wkv6_problem *p, int64_t heads);
   void (*forward)(const wkv6_problem *p, const wkv6_work *work, void *scratch);
+  size_t (*chunk_forward_scratch)(const wkv6_problem *p, int64_t heads);
+  void (*chunk_forward)(const wkv6_problem *p, const wkv6_work *work, void *scratch);
   size_t (*backward_scratch)(const wkv6_problem *p, int64_t heads);
   void (*backward)(const wkv6_problem *p, const wkv6_work *work, void *scratch);
+  size_t (*chunk_backward_scratch)(const wkv6_problem *p, int64_t heads);
+  void (*chunk_backward)(const wkv6_problem *p, const wkv6_work *work, void *scratch);
   void (*reduce_grad_u)(const wkv6_problem *p); /* after all backward work: sums grad_u_parts over the sequences */
   size_t (*step_scratch)(const wkv6_problem *p);
   void (*step)(const wkv6_problem *p, const wkv6_work *work, void *scratch);

@@ -12,18 +12,30 @@
 
 #include "wkv6_decay.inc.h"
 
+#include "wkv6_pass.inc.h"
+
 #include "wkv6_forward.inc.h"
 
 #include "wkv6_backward.inc.h"
 
 #include "wkv6_step.inc.h"
 
+#include "wkv6_chunk.inc.h"
+
+#include "wkv6_chunk_forward.inc.h"
+
+#include "wkv6_chunk_backward.inc.h"
+
 const wkv6_kernels WKV6_KERNELS = {
     .lanes = LANES,
     .forward_scratch = forward_scratch,
     .forward = forward,
+    .chunk_forward_scratch = chunk_forward_scratch,
+    .chunk_forward = chunk_forward,
     .backward_scratch = backward_scratch,
     .backward = backward,
+    .chunk_backward_scratch = chunk_backward_scratch,
+    .chunk_backward = chunk_backward,
     .reduce_grad_u = reduce_grad_u,
     .step_scratch = step_scratch,
     .step = step,

@@ -20,12 +20,11 @@ typedef struct {
   real *grad_r, *grad_k, *grad_w;  /* [tokens][K_] dr / scale, dk, dw / d */
   real *grad_v;                    /* [tokens][V_] */
   real *u, *grad_u;                /* [K_] */
-  real *states, *natural;          /* [blocks][V_][K_] before each block; [K_][V_], on the way to or from a transposed one */
+  real *states;                    /* [blocks][V_][K_] before each block */
   real *history;                   /* [BACKWARD_BLOCK][TILE_ROWS][2 * LANES] one tile of the state before each token */
   real *products;                  /* [BACKWARD_BLOCK][rows][LANES] G k of one row of tiles, to be summed over lanes; zero between rows */
   real *sums;                      /* [BACKWARD_BLOCK][rows] those sums */
-  real *rest;                      /* [heads][K_] */
-  real *adjoint;                   /* [heads][V_][K_] G at the segment's end, then at its start */
+  adjoint_block heads;
 } backward_block;
 
 static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
@@ -37,12 +36,10 @@ static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char
   b.u = take(scratch, b.K_);
   b.grad_u = take(scratch, b.K_);
   b.states = take(scratch, blocks * b.V_ * b.K_);
-  b.natural = take(scratch, b.K_ * b.V_);
   b.history = take(scratch, BACKWARD_BLOCK * TILE_ROWS * 2 * LANES);
   b.products = take(scratch, BACKWARD_BLOCK * TILE_ROWS * LANES);
   b.sums = take(scratch, BACKWARD_BLOCK * TILE_ROWS);
-  b.rest = take(scratch, heads * b.K_);
-  b.adjoint = take(scratch, heads * b.V_ * b.K_);
+  b.heads = adjoint_layout(p, heads, scratch);
   return b;
 }
 
@@ -50,18 +47,6 @@ static size_t backward_scratch(const wkv6_problem *p, int64_t heads) {
   char *end = NULL;
   backward_layout(p, heads, &end);
   return (size_t)(uintptr_t)end;
-}
-
-/* to[columns][stride_to] = the transpose of from[rows][stride_from]; rows and columns are multiples of LANES. */
-static void transpose(const real *from, int64_t stride_from, int64_t rows, int64_t columns, real *to, int64_t stride_to) {
-  for (int64_t i = 0; i < rows; i += LANES)
-    for (int64_t j = 0; j < columns; j += LANES) transpose_block(from + i * stride_from + j, stride_from, to + j * stride_to + i, stride_to);
-}
-
-/* Matrix (n, h) of a state tensor, transposed to [V_][K_]. */
-static void load_state_transposed(const wkv6_problem *p, const backward_block *b, const wkv6_tensor *x, int64_t n, int64_t h, real *to) {
-  load_state(b->natural, b->V_, x, n, h, p->K, p->V);
-  transpose(b->natural, b->V_, b->K_, b->V_, to, b->K_);
 }
 
 /* Loads tokens [t, t + count) of head h and sets the gradients to their terms in the bonus u. */
@@ -72,7 +57,7 @@ static void backward_load(const wkv6_problem *p, const backward_block *b, const 
   load_tokens(b->w, b->K_, &p->w, s, h, t, count, p->K);
   load_tokens(b->v, b->V_, &p->v, s, h, t, count, p->V);
   load_tokens(b->grad_o, b->V_, &p->grad_o, s, h, t, count, p->V);
-  load_row(b->u, p->K, row_address(&p->u, h, 0, 0), p->u.stride[1], p->u.dtype);
+  load_u(b->u, p, h);
   memset(b->grad_u, 0, (size_t)b->K_ * sizeof(real));
   memset(b->grad_w, 0, (size_t)(count * b->K_) * sizeof(real));
   const lanes scale = broadcast((real)p->scale);
@@ -244,37 +229,20 @@ static void backward_store(const wkv6_problem *p, const backward_block *b, const
   for (int64_t i = 0; i < p->K; i++) part[i] += b->grad_u[i];
 }
 
-static void backward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
-  const uint64_t mode = flush_subnormals();
-  char *end = scratch;
-  const int64_t n = work->n, heads = work->head_end - work->head, first = wkv6_first_token(p, n);
-  const backward_block b = backward_layout(p, heads, &end);
-  memset(scratch, 0, (size_t)(end - (char *)scratch)); /* padding and rests */
-  const sequence s = sequence_of(p, n);
+/* Tokens [t, t + count) of head h. */
+static void backward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h, int64_t t, int64_t count,
+                            real *rest, real *adjoint) {
+  const backward_block *b = block;
+  backward_load(p, b, s, h, t, count, rest);
+  backward_segment(p, b, count, adjoint);
+  backward_store(p, b, s, n, h, t, count);
+}
 
-  for (int64_t h = work->head; h < work->head_end; h++) {
-    load_state_transposed(p, &b, &p->grad_final_state, n, h, b.adjoint + (h - work->head) * b.V_ * b.K_);
-    if (p->grad_u_parts.dtype != WKV6_ABSENT)
-      memset((real *)p->grad_u_parts.data + (n * p->H + h) * p->K, 0, (size_t)p->K * sizeof(real));
-  }
-  for (int64_t c = (s.length + p->segment - 1) / p->segment; c-- > 0;) {
-    const int64_t t = c * p->segment, count = smaller(s.length - t, p->segment);
-    for (int64_t h = work->head; h < work->head_end; h++) {
-      real *adjoint = b.adjoint + (h - work->head) * b.V_ * b.K_;
-      if (c > 0)
-        load_state_transposed(p, &b, &p->checkpoints, wkv6_checkpoint(p, first, c), h, b.states);
-      else
-        load_state_transposed(p, &b, &p->initial_state, n, h, b.states);
-      backward_load(p, &b, &s, h, t, count, b.rest + (h - work->head) * b.K_);
-      backward_segment(p, &b, count, adjoint);
-      backward_store(p, &b, &s, n, h, t, count);
-    }
-  }
-  for (int64_t h = work->head; h < work->head_end; h++) {
-    transpose(b.adjoint + (h - work->head) * b.V_ * b.K_, b.K_, b.V_, b.K_, b.natural, b.V_);
-    store_state(&p->grad_initial_state, n, h, p->K, p->V, b.natural, b.V_);
-  }
-  restore_subnormals(mode);
+static void backward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
+  char *end = scratch;
+  const backward_block b = backward_layout(p, work->head_end - work->head, &end);
+  memset(scratch, 0, (size_t)(end - (char *)scratch)); /* padding and rests */
+  backward_pass(p, work, &b.heads, b.states, backward_tokens, &b);
 }
 
 /* (8): the sum over sequences, in their order, in double: as exact for one long sequence as for many short ones. */
@@ -286,6 +254,6 @@ static void reduce_grad_u(const wkv6_problem *p) {
       double sum = 0;
       for (int64_t n = 0; n < p->N; n++) sum += (double)parts[(n * p->H + h) * p->K + i];
       const real rounded = (real)sum;
-      store_row(row_address(&p->grad_u, h, i, 0), 1, 1, p->grad_u.dtype, &rounded);
+      store_rows(row_address(&p->grad_u, h, i, 0), 0, 1, p->grad_u.dtype, 1, 1, &rounded, 0);
     }
 }

@@ -30,14 +30,33 @@ static const wkv6_kernels *kernels_for(const wkv6_problem *p) {
   return wkv6_is_double(p) ? isa->f64 : isa->f32;
 }
 
-static size_t scratch_forward(const job *j, int64_t heads) { return j->kernels->forward_scratch(j->problem, heads); }
-static size_t scratch_backward(const job *j, int64_t heads) { return j->kernels->backward_scratch(j->problem, heads); }
+/* Sequences of fewer tokens go token by token: a chunk is packed whole, however few its tokens. Measured: docs/performance.md. The choice
+ * is each sequence's own, so that its results do not depend on what else is in the batch. */
+#define CHUNK_FROM_TOKENS 8
+
+static int uses_chunks(const wkv6_problem *p, int64_t n) {
+  if (p->flags & (WKV6_RECURRENT | WKV6_CHUNK)) return (p->flags & WKV6_CHUNK) != 0;
+  return wkv6_sequence_length(p, n) >= CHUNK_FROM_TOKENS;
+}
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+static size_t scratch_forward(const job *j, int64_t heads) {
+  return larger(j->kernels->forward_scratch(j->problem, heads), j->kernels->chunk_forward_scratch(j->problem, heads));
+}
+static size_t scratch_backward(const job *j, int64_t heads) {
+  return larger(j->kernels->backward_scratch(j->problem, heads), j->kernels->chunk_backward_scratch(j->problem, heads));
+}
 static size_t scratch_step(const job *j, int64_t heads) {
   (void)heads; /* one at a time */
   return j->kernels->step_scratch(j->problem);
 }
-static void run_forward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->forward(p, w, scratch); }
-static void run_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->backward(p, w, scratch); }
+static void run_forward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
+  (uses_chunks(p, w->n) ? k->chunk_forward : k->forward)(p, w, scratch);
+}
+static void run_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
+  (uses_chunks(p, w->n) ? k->chunk_backward : k->backward)(p, w, scratch);
+}
 static void run_step(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->step(p, w, scratch); }
 
 static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }

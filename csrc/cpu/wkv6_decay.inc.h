@@ -2,17 +2,27 @@
  *
  * From w to the factors d that the recurrences multiply by, without the systematic error of rounding exp(w).
  *
- * A channel with w = -1e-4 keeps thousands of tokens, and the same rounding error of exp(w), up to 3e-8, would enter at each of them:
- * 5e-5 after 8192. So what the rounding of one factor lost goes into the next one, channel by channel:
+ * A channel with w = -1e-4 keeps thousands of tokens, and the same rounding error of exp(w), up to 3e-8, would enter at
+ * each of them: 5e-5 after 8192. So what the rounding of one factor lost goes into the next one, channel by channel:
  *     d_t = round(exp(w_t) (1 + c)),   c = (exp(w_t) (1 + c) - d_t) / d_t
- * The product of d over any range of tokens is then the product of exp(w) within two roundings, however long the range, and the inner
- * loops multiply by d as they would by exp(w). exp(w) beyond a real's precision comes from expm1. Decays stronger than exp(w) = 1/2
- * forget before errors can add up: they take exp(w) as it is and leave no rest.
+ * The product of d over any range of tokens is then the product of exp(w) within two roundings, however long the range,
+ * and the inner loops multiply by d as they would by exp(w). exp(w) beyond a real's precision comes from expm1. Decays
+ * stronger than exp(w) = 1/2 forget before errors can add up: they take exp(w) as it is and leave no rest.
  */
 
-/* A row of w, `width` a multiple of LANES: replaced by the log decay where it held raw x, and turned into d. `rest` holds c. */
+/* The factor d for exp(w) = e = 1 + m; `rest` holds c of these channels. */
+INLINE lanes decay_factor(lanes e, lanes m, real *rest) {
+  const lanes one = broadcast(1), half = broadcast((real)0.5), c = load(rest);
+  const lanes_integer weak = (m > -half) & (m < half);
+  const lanes y = fma_lanes(m, c, m + c); /* exp(w) (1 + c) = 1 + y */
+  const lanes rounded = one + y;
+  const lanes lost = y - (rounded - one);                    /* exact: rounded - 1 is */
+  store(rest, choose(weak, lost * (one - y), broadcast(0))); /* 1 - y for 1 / d: c needs few digits */
+  return choose(weak, rounded, e);
+}
+
+/* A row of w, `width` a multiple of LANES: replaced by the log decay where it held raw x, and turned into d. */
 static void decay_row(real *w, real *d, real *rest, int64_t width, int raw) {
-  const lanes one = broadcast(1), half = broadcast((real)0.5);
   for (int64_t i = 0; i < width; i += LANES) {
     lanes x = load(w + i), e, m;
     if (raw) {
@@ -21,12 +31,6 @@ static void decay_row(real *w, real *d, real *rest, int64_t width, int raw) {
       store(w + i, x);
     }
     exp_lanes(x, &e, &m);
-    const lanes c = load(rest + i);
-    const lanes_integer weak = (m > -half) & (m < half);
-    const lanes y = fma_lanes(m, c, m + c); /* exp(w) (1 + c) = 1 + y */
-    const lanes rounded = one + y;
-    const lanes lost = y - (rounded - one); /* exact: rounded - 1 is */
-    store(d + i, choose(weak, rounded, e));
-    store(rest + i, choose(weak, lost * (one - y), broadcast(0))); /* 1 - y for 1 / d: c needs few digits */
+    store(d + i, decay_factor(e, m, rest + i));
   }
 }

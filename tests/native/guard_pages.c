@@ -291,7 +291,7 @@ static void compare(const test_case *c, const char *isa, int where, const char *
     }
 }
 
-static void run_case(const test_case *c, const wkv6_isa *isa, int where) {
+static void run_case(const test_case *c, const wkv6_isa *isa, uint32_t algorithm, int where) {
   seed = 1;
   scratch_where = where;
   int32_t d[6];
@@ -300,7 +300,7 @@ static void run_case(const test_case *c, const wkv6_isa *isa, int where) {
   const int repeated = c->layout == REPEATED;
   wkv6_problem p = {.B = B, .T = T, .H = H, .K = K, .V = V, .N = N, .segment = c->segment, .scale = c->scale};
   p.cu_seqlens = c->N ? c->cu_seqlens : NULL;
-  p.flags = (c->raw ? WKV6_RAW_DECAY : 0) | (c->reverse ? WKV6_REVERSE : 0);
+  p.flags = algorithm | (c->raw ? WKV6_RAW_DECAY : 0) | (c->reverse ? WKV6_REVERSE : 0);
 
   tensors x = {
       .r = tensor_of(1, B, T, H, K, 16),
@@ -388,7 +388,10 @@ int main(void) {
     if (!isa->runs_here()) continue;
     wkv6_use_isa(isa->name);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-      for (int where = AT_END; where <= AT_START; where++, runs++) run_case(&cases[i], isa, where);
+      for (int where = AT_END; where <= AT_START; where++, runs += 2) {
+        run_case(&cases[i], isa, WKV6_RECURRENT, where);
+        run_case(&cases[i], isa, WKV6_CHUNK, where);
+      }
   }
   printf("%d runs, %d failures\n", runs, failures);
   return failures != 0;
