@@ -430,7 +430,8 @@ static int module_exec(PyObject *module) {
   Py_XDECREF(torch);
   if (!exchanges) return -1;
   if (PyModule_AddIntConstant(module, "REVERSE", WKV6_REVERSE) || PyModule_AddIntConstant(module, "RAW_DECAY", WKV6_RAW_DECAY) ||
-      PyModule_AddIntConstant(module, "RECURRENT", WKV6_RECURRENT) || PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK))
+      PyModule_AddIntConstant(module, "RECURRENT", WKV6_RECURRENT) || PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK) ||
+      PyModule_AddIntConstant(module, "CHUNK_FROM_TOKENS", WKV6_CHUNK_FROM_TOKENS))
     return -1;
   return PyModule_AddIntConstant(module, "uses_torch_threads", wkv6_parallel_init());
 }

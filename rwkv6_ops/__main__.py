@@ -67,8 +67,8 @@ def cuda() -> Iterator[tuple[str, str]]:
 def kernels(B: int, T: int, H: int, K: int, V: int, dtype: str) -> Iterator[tuple[str, str]]:
     """Names and values: what a call with that shape runs on the CPU."""
     computed = "float64" if dtype == "float64" else "float32"
-    chunk_from = getattr(_native, "CHUNK_FROM_TOKENS", None)  # sequences from this length on take the chunk kernels
-    algorithm = "chunk" if chunk_from is not None and chunk_from <= T else "recurrent"
+    chunk_from = _native.CHUNK_FROM_TOKENS
+    algorithm = "chunk" if T >= chunk_from else "recurrent"
     yield "shape", f"B {B}, T {T}, H {H}, K {K}, V {V}, {dtype}"
     yield "CPU kernels", f"{algorithm}, {_native.isa()}, computing in {computed}"
     yield "units of work", f"{B * H} (sequence, head) for {torch.get_num_threads()} threads"

@@ -5,6 +5,7 @@ REVERSE: int
 RAW_DECAY: int
 RECURRENT: int
 CHUNK: int
+CHUNK_FROM_TOKENS: int
 uses_torch_threads: int
 
 def forward(

@@ -30,13 +30,10 @@ static const wkv6_kernels *kernels_for(const wkv6_problem *p) {
   return wkv6_is_double(p) ? isa->f64 : isa->f32;
 }
 
-/* Sequences of fewer tokens go token by token: a chunk is packed whole, however few its tokens. Measured: docs/performance.md. The choice
- * is each sequence's own, so that its results do not depend on what else is in the batch. */
-#define CHUNK_FROM_TOKENS 8
-
+/* Each sequence chooses for itself, so that its results do not depend on what else is in the batch. */
 static int uses_chunks(const wkv6_problem *p, int64_t n) {
   if (p->flags & (WKV6_RECURRENT | WKV6_CHUNK)) return (p->flags & WKV6_CHUNK) != 0;
-  return wkv6_sequence_length(p, n) >= CHUNK_FROM_TOKENS;
+  return wkv6_sequence_length(p, n) >= WKV6_CHUNK_FROM_TOKENS;
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }

@@ -7,6 +7,10 @@
 
 #include "../wkv6_problem.h"
 
+/* Shorter sequences go token by token unless asked otherwise: a chunk is packed whole, however few its tokens.
+ * Measured: docs/performance.md. */
+#define WKV6_CHUNK_FROM_TOKENS 8
+
 /* o and, where present, final_state and checkpoints. */
 wkv6_status wkv6_cpu_forward(const wkv6_problem *p);
 
