@@ -68,7 +68,7 @@ def kernels(B: int, T: int, H: int, K: int, V: int, dtype: str) -> Iterator[tupl
     """Names and values: what a call with that shape runs on the CPU."""
     computed = "float64" if dtype == "float64" else "float32"
     chunk_from = _native.CHUNK_FROM_TOKENS
-    algorithm = "chunk" if T >= chunk_from else "recurrent"
+    algorithm = "chunk" if chunk_from <= T else "recurrent"
     yield "shape", f"B {B}, T {T}, H {H}, K {K}, V {V}, {dtype}"
     yield "CPU kernels", f"{algorithm}, {_native.isa()}, computing in {computed}"
     yield "units of work", f"{B * H} (sequence, head) for {torch.get_num_threads()} threads"
