@@ -93,3 +93,22 @@ def test_large_scale_and_small_scale(isa: str):
     for scale in (1e-20, 1e20):
         problem = make(Case("scales", T=20, K=8, V=8, scale=scale))
         assert_forward(*call(rwkv6_ops.wkv6, problem, inputs(problem)), true_answer(problem))
+
+
+def test_each_name_chooses_its_algorithm():
+    r, k, v, w, u, _ = inputs(make(BY_NAME["T65"]))
+    w = -w.exp()
+    for name in ("recurrent", "chunk"):
+        call_of_that_name = {"recurrent": rwkv6_ops.fused_recurrent_rwkv6, "chunk": rwkv6_ops.chunk_rwkv6}[name]
+        o, _ = rwkv6_ops.wkv6(r, k, v, w, u, algorithm=name)
+        assert torch.equal(call_of_that_name(r, k, v, w, u, scale=1.0)[0], o)
+    assert not torch.equal(o, rwkv6_ops.wkv6(r, k, v, w, u, algorithm="recurrent")[0])
+
+
+def test_auto_chooses_by_the_length_of_each_sequence():
+    r, k, v, w, u = inputs(make(BY_NAME["varlen-long"]))[:5]
+    cuts, whole = torch.tensor([0, 5, 500]), {}
+    for name in ("auto", "recurrent", "chunk"):
+        whole[name], _ = rwkv6_ops.wkv6(r, k, v, w, u, cu_seqlens=cuts, algorithm=name)
+    assert torch.equal(whole["auto"][:, :5], whole["recurrent"][:, :5])
+    assert torch.equal(whole["auto"][:, 5:], whole["chunk"][:, 5:])

@@ -39,9 +39,9 @@ typedef struct {
 /* One chunk of one head. */
 typedef struct {
   chunk_rows r, k;
-  real *r_start,
-      *k_end; /* [CHUNK][K_] scale * r_t P(1..t-1) and k_t P(t+1..C): as the states at the chunk's ends see them */
-  real *d;    /* [CHUNK][K_] exp(w) */
+  real *r_start;         /* [CHUNK][K_] scale * r_t P(1..t-1): r as the state at the chunk's start sees it */
+  real *k_end;           /* [CHUNK][K_] k_t P(t+1..C): k as the state at its end sees it */
+  real *d;               /* [CHUNK][K_] exp(w) */
   real *product, *m_sum; /* [K_] P(1..C), and P(1..C) - 1 without cancellation */
 } chunk_block;
 

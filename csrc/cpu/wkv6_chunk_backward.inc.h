@@ -66,7 +66,7 @@ static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t
 static size_t chunk_backward_scratch(const wkv6_problem *p, int64_t heads) {
   char *end = NULL;
   chunk_backward_layout(p, heads, &end);
-  return (size_t)(end - (char *)NULL);
+  return (size_t)(uintptr_t)end;
 }
 
 /* The block of the segment's chunk c. */
@@ -282,6 +282,11 @@ INLINE lanes gradients_of_bonus(channel_block *b, lanes u, lanes grad_u) {
 }
 #undef ROW
 
+/* dx = dw * w where w = -exp(x), and 0 where exp(x) overflowed and nothing is left of the state. */
+INLINE lanes gradient_of_raw(lanes grad_w, lanes w) {
+  return choose(w == broadcast(-(real)INFINITY), broadcast(0), grad_w * w);
+}
+
 /* Finishes dr, dk, dw and du of a chunk; grad_r and grad_k come in as do S and v G, without any decay. `w` is NULL
  * unless w is raw. */
 INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chunk_backward_block *b, const real *M,
@@ -302,7 +307,7 @@ INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chun
     UNROLL for (int t = 0; t < CHUNK; t++) {
       store(grad_r + t * z.K_ + i, x.grad_r[t]);
       store(b->grad_k + t * z.K_ + i, x.grad_k[t]);
-      store(b->grad_w + t * z.K_ + i, w ? x.grad_w[t] * load(w + t * z.K_ + i) : x.grad_w[t]);
+      store(b->grad_w + t * z.K_ + i, w ? gradient_of_raw(x.grad_w[t], load(w + t * z.K_ + i)) : x.grad_w[t]);
     }
   }
 }

@@ -35,7 +35,7 @@ static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t h
 static size_t chunk_forward_scratch(const wkv6_problem *p, int64_t heads) {
   char *end = NULL;
   chunk_forward_layout(p, heads, &end);
-  return (size_t)(end - (char *)NULL);
+  return (size_t)(uintptr_t)end;
 }
 
 /* (9) for tokens first .. first + TILE - 1 of the chunk and `columns` vectors of V; S, v and o at the first of them. */

@@ -4,6 +4,7 @@
  * of up to STEP_COLUMNS vectors of o stay in registers. The state is p->final_state, read and written; p->initial_state is absent.
  */
 #define STEP_COLUMNS 4
+#define STEP_AHEAD 16 /* rows of the state, or of the next head's, fetched before their turn */
 
 typedef struct {
   int64_t K_, V_;
@@ -39,6 +40,7 @@ INLINE void step_columns(const int columns, int64_t K, const step_block *b, int6
   for (int64_t i = 0; i < K; i++, state += stride_row) {
     const lanes r = broadcast(b->r[i]), k = broadcast(b->k[i]), d = broadcast(b->d[i]);
     UNROLL for (int c = 0; c < columns; c++) {
+      __builtin_prefetch(state + STEP_AHEAD * stride_row + c * LANES, 1, 3);
       const lanes s = load(state + c * LANES);
       sum[c] = fma_lanes(r, s, sum[c]);
       store(state + c * LANES, fma_lanes(d, s, k * value[c]));
@@ -73,4 +75,5 @@ static void step(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
 }
 
 #undef STEP_COLUMNS
+#undef STEP_AHEAD
 #undef TILE_ROWS
