@@ -39,7 +39,6 @@ bool launch_forward_instance(const wkv6_problem &p, bool scale_enters, const pla
   a.scale_enters = scale_enters;
   a.vector_checkpoints = states_by_16(p);
   a.row_warps = static_cast<int>(ceil_div(p.K, ROWS * LANES));
-  if (a.row_warps > most_warps) return runtime::fail("K: %lld, at most %d on CUDA", static_cast<long long>(p.K), most_warps * ROWS * LANES);
   a.column_warps = static_cast<int>(warps_for(least(most_warps / a.row_warps, 64 / of_warp), p.V, of_warp, p.N * p.H, where));
   a.rows = a.row_warps * ROWS * LANES;
   a.columns = a.column_warps * of_warp;
@@ -65,11 +64,10 @@ bool launch_recurrence(const wkv6_problem &p, bool scale_enters, const place &wh
 
 template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT>
 bool launch_backward_instance(backward_arguments a, const place &where) {
-  constexpr int of_warp = 2 * warp_size / LANES, most_warps = backward_most_threads<EXACT> / warp_size, usual_warps = 8;
+  constexpr int of_warp = 2 * warp_size / LANES, usual_warps = 8;
   const wkv6_problem &p = a.p;
   a.vector_checkpoints = states_by_16(p);
   a.column_warps = static_cast<int>(ceil_div(p.V, COLUMNS * LANES));
-  if (a.column_warps > most_warps) return runtime::fail("V: %lld, at most %d on CUDA", static_cast<long long>(p.V), most_warps * COLUMNS * LANES);
   a.columns = a.column_warps * COLUMNS * LANES;
   a.row_warps = static_cast<int>(warps_for(least(usual_warps, ceil_div(usual_warps, a.column_warps)), p.K, of_warp, p.N * p.H, where));
   int bytes;
@@ -126,6 +124,21 @@ wkv6_problem adjoint_of(const wkv6_problem &p) {
 
 bool present(const wkv6_tensor &x) { return x.dtype != WKV6_ABSENT; }
 
+/* The largest K of a recurrence and the largest V of the gradients of the keys: what the warps of one block hold. */
+template <typename real>
+constexpr int most_k = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * forward_most_threads<real, false> / warp_size;
+template <typename real>
+constexpr int most_v = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * backward_most_threads<false> / warp_size;
+
+wkv6_status check_size(const char *name, int64_t size, int most) {
+  if (size <= most) return WKV6_OK;
+  runtime::fail("%s: %lld, at most %d on CUDA", name, static_cast<long long>(size), most);
+  return WKV6_E_SIZE;
+}
+
+wkv6_status check_k(const wkv6_problem &p) { return check_size("K", p.K, wkv6_is_double(&p) ? most_k<double> : most_k<float>); }
+wkv6_status check_v(const wkv6_problem &p) { return check_size("V", p.V, wkv6_is_double(&p) ? most_v<double> : most_v<float>); }
+
 template <typename function>
 wkv6_status run(int device, void *stream, function launches) {
   const runtime::device_guard guard(device);
@@ -136,8 +149,11 @@ wkv6_status run(int device, void *stream, function launches) {
 }  // namespace
 
 wkv6_status wkv6_cuda_forward(const wkv6_problem *p, int device, void *stream) {
+  const bool one_token = p->T == 1 && !p->cu_seqlens;
+  const wkv6_status fits = one_token ? WKV6_OK : check_k(*p);
+  if (fits != WKV6_OK) return fits;
   return run(device, stream, [&](const place &where) {
-    return p->T == 1 && !p->cu_seqlens ? launch_step(*p, p->initial_state, where) : launch_recurrence(*p, false, where);
+    return one_token ? launch_step(*p, p->initial_state, where) : launch_recurrence(*p, false, where);
   });
 }
 
@@ -146,6 +162,9 @@ wkv6_status wkv6_cuda_backward(const wkv6_problem *p, int device, void *stream) 
   a.p = *p;
   const bool of_keys = present(p->grad_r) || present(p->grad_k) || present(p->grad_w) || present(p->grad_u);
   const bool of_values = present(p->grad_v) || present(p->grad_initial_state);
+  wkv6_status fits = of_values ? check_k(*p) : WKV6_OK;
+  if (fits == WKV6_OK && of_keys) fits = check_v(*p);
+  if (fits != WKV6_OK) return fits;
   return run(device, stream, [&](const place &where) {
     return (!of_keys || launch_backward(a, where)) && (!of_values || launch_recurrence(adjoint_of(*p), true, where)) &&
            (!present(p->grad_u) || launch_grad_u(a, where));

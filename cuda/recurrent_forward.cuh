@@ -206,7 +206,7 @@ struct forward_thread {
       }
     }
 #pragma unroll
-    for (int c = 0; c < 4; c++) sum[c] = fma(bonus, v[c], sum[c]);
+    for (int c = 0; c < 4; c++) sum[c] = has(0) ? fma(bonus, v[c], sum[c]) : real(0); /* without rows: 0 * inf */
     scatter_sum<4, LANES>(sum, row_lane);
     if (row_lane < 4) b.shared[a.out + (row_warp * a.tile + t) * a.columns + first_column + scattered<4, LANES>(row_lane)] = sum[0];
   }

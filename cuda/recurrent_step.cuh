@@ -20,7 +20,7 @@ struct step_arguments {
 
 template <typename real>
 struct step_shared {
-  real r[step_rows], k[step_rows], u[step_rows], d[step_rows], sums[step_threads];
+  real r[step_rows], k[step_rows], u[step_rows], d[step_rows], sums[step_threads], bonus[step_warps];
 };
 
 template <typename real>
@@ -56,11 +56,15 @@ __global__ void __launch_bounds__(step_threads) wkv6_step_recurrent(const __grid
         store_element<real>(p.final_state, state_offset(p.final_state, s, first + i, column), fma(shared.d[i], state, k * v));
     }
   }
-  shared.sums[thread] = fma(bonus, v, sum);
+  shared.sums[thread] = sum;
+  if (lane == 0) shared.bonus[warp] = bonus;
   block_barrier();
   if (warp > 0 || column >= p.V) return;
-  sum = shared.sums[lane];
-  for (int other = 1; other < step_warps; other++) sum += shared.sums[other * warp_size + lane];
+  for (int other = 1; other < step_warps; other++) {
+    sum += shared.sums[other * warp_size + lane];
+    bonus += shared.bonus[other];
+  }
+  sum = fma(bonus, v, sum);
   store_element<real>(p.o, row_offset(p.o, s, 0) + column * p.o.stride[3], sum);
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,12 +16,28 @@ import torch
 from rwkv6_ops import _native
 
 
-@pytest.fixture(params=_native.isas())
+@pytest.fixture(params=(*_native.isas(), "cuda-emulated"))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once on each instruction set that this machine has."""
-    previous = _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(previous)
+    """Run the test once on each instruction set of this machine, and with the CUDA kernels on an emulated device."""
+    if request.param == "cuda-emulated":
+        _native.use_cuda_emulation(request.getfixturevalue("emulated_cuda"))
+        yield request.param
+        _native.use_cuda_emulation(None)
+    else:
+        previous = _native.use_isa(request.param)
+        yield request.param
+        _native.use_isa(previous)
+
+
+@pytest.fixture(scope="session")
+def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CUDA kernels, compiled as C++ for the device of cuda/host_emulation."""
+    if not (os.environ.get("CXX") or shutil.which("c++")):
+        pytest.skip("no C++ compiler: the CUDA kernels were not run")
+    library = tmp_path_factory.mktemp("cuda") / "librwkv6_cuda_emulated.so"
+    build = Path(__file__).parent / "native" / "cuda_build.sh"
+    subprocess.run(["bash", build, "library", library], check=True)
+    return library
 
 
 @pytest.fixture(autouse=True)
