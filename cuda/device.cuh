@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the kernels use of the device, one instruction a wrapper. This is the only file with inline PTX, and the only one besides runtime.cuh
- * that knows of the host emulation: with WKV6_EMULATE each wrapper is its twin there, and the kernels themselves are the same text.
+ * What the kernels use of the device, one instruction a wrapper. This is the only file with inline PTX, and the only
+ * one besides runtime.cuh that knows of the host emulation: with WKV6_EMULATE each wrapper is its twin there, and the
+ * kernels themselves are the same text.
  */
 #ifndef WKV6_DEVICE_CUH
 #define WKV6_DEVICE_CUH
@@ -42,8 +43,7 @@ WKV6_DEVICE char *shared_memory() { return emulation::self().shared; }
 WKV6_DEVICE void block_barrier(EMULATION_SITE) { emulation::block_barrier(site); }
 
 /* The value of the lane whose index differs in `bits`. */
-template <typename T>
-WKV6_DEVICE T shuffle_xor(T x, unsigned bits, EMULATION_SITE) {
+template <typename T> WKV6_DEVICE T shuffle_xor(T x, unsigned bits, EMULATION_SITE) {
   return emulation::exchange(x, thread_index() % warp_size ^ bits, site);
 }
 
@@ -51,30 +51,26 @@ WKV6_DEVICE void copy_async_16(void *shared, const void *global) { emulation::co
 WKV6_DEVICE void copy_async_commit() { emulation::copy_commit(); }
 WKV6_DEVICE void copy_async_wait() { emulation::copy_wait(0); }
 
-template <typename T>
-WKV6_DEVICE T load_global(const T *p) {
+template <typename T> WKV6_DEVICE T load_global(const T *p) {
   emulation::count_global(sizeof(T), 0);
   return *p;
 }
-template <typename T>
-WKV6_DEVICE void store_global(T *p, T x) {
+template <typename T> WKV6_DEVICE void store_global(T *p, T x) {
   emulation::count_global(0, sizeof(T));
   *p = x;
 }
-template <typename T>
-WKV6_DEVICE void load_global_4(const T *p, T (&x)[4]) {
+template <typename T> WKV6_DEVICE void load_global_4(const T *p, T (&x)[4]) {
   emulation::count_global(4 * sizeof(T), 0);
   for (int i = 0; i < 4; i++) x[i] = p[i];
 }
-template <typename T>
-WKV6_DEVICE void store_global_4(T *p, const T (&x)[4]) {
+template <typename T> WKV6_DEVICE void store_global_4(T *p, const T (&x)[4]) {
   emulation::count_global(0, 4 * sizeof(T));
   for (int i = 0; i < 4; i++) p[i] = x[i];
 }
 /* N consecutive values, N * sizeof(T) = 8 or 16 bytes an instruction. */
-template <int N, typename T>
-WKV6_DEVICE void load_shared(const T *p, T *x) {
-  if (reinterpret_cast<uintptr_t>(p) % (N * sizeof(T) < 16 ? N * sizeof(T) : 16)) emulation::fail("a vector load from shared memory: misaligned");
+template <int N, typename T> WKV6_DEVICE void load_shared(const T *p, T *x) {
+  if (reinterpret_cast<uintptr_t>(p) % (N * sizeof(T) < 16 ? N * sizeof(T) : 16))
+    emulation::fail("a vector load from shared memory: misaligned");
   constexpr int in_16_bytes = 16 / sizeof(T), at_once = N < in_16_bytes ? N : in_16_bytes;
   for (int i = 0; i < N; i += at_once) emulation::count_shared(p + i, at_once * sizeof(T));
   for (int i = 0; i < N; i++) x[i] = p[i];
@@ -108,7 +104,8 @@ WKV6_DEVICE f16 f16_of(float x) {
   int exponent;
   std::frexp(size, &exponent); /* size < 2^exponent */
   const int unit = exponent - 11 > -24 ? exponent - 11 : -24;
-  const int digits = static_cast<int>(std::nearbyint(std::ldexp(size, -unit))); /* to even; 2^11 carries into the exponent by itself */
+  const int digits =
+      static_cast<int>(std::nearbyint(std::ldexp(size, -unit))); /* to even; 2^11 carries into the exponent by itself */
   return {static_cast<uint16_t>(sign | (((unit + 24) << 10) + digits))};
 }
 
@@ -124,25 +121,19 @@ WKV6_DEVICE char *shared_memory() {
 
 WKV6_DEVICE void block_barrier() { __syncthreads(); }
 
-template <typename T>
-WKV6_DEVICE T shuffle_xor(T x, unsigned bits) {
-  return __shfl_xor_sync(0xffffffff, x, bits);
-}
+template <typename T> WKV6_DEVICE T shuffle_xor(T x, unsigned bits) { return __shfl_xor_sync(0xffffffff, x, bits); }
 
 WKV6_DEVICE void copy_async_16(void *shared, const void *global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
 }
 WKV6_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 WKV6_DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-template <typename T>
-WKV6_DEVICE T load_global(const T *p) {
-  return *p;
-}
-template <typename T>
-WKV6_DEVICE void store_global(T *p, T x) {
-  *p = x;
-}
+template <typename T> WKV6_DEVICE T load_global(const T *p) { return *p; }
+template <typename T> WKV6_DEVICE void store_global(T *p, T x) { *p = x; }
 WKV6_DEVICE void load_global_4(const float *p, float (&x)[4]) {
   const float4 y = *reinterpret_cast<const float4 *>(p);
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
@@ -151,13 +142,14 @@ WKV6_DEVICE void load_global_4(const double *p, double (&x)[4]) {
   const double2 y = reinterpret_cast<const double2 *>(p)[0], z = reinterpret_cast<const double2 *>(p)[1];
   x[0] = y.x, x[1] = y.y, x[2] = z.x, x[3] = z.y;
 }
-WKV6_DEVICE void store_global_4(float *p, const float (&x)[4]) { *reinterpret_cast<float4 *>(p) = make_float4(x[0], x[1], x[2], x[3]); }
+WKV6_DEVICE void store_global_4(float *p, const float (&x)[4]) {
+  *reinterpret_cast<float4 *>(p) = make_float4(x[0], x[1], x[2], x[3]);
+}
 WKV6_DEVICE void store_global_4(double *p, const double (&x)[4]) {
   reinterpret_cast<double2 *>(p)[0] = make_double2(x[0], x[1]);
   reinterpret_cast<double2 *>(p)[1] = make_double2(x[2], x[3]);
 }
-template <int N>
-WKV6_DEVICE void load_shared(const float *p, float *x) {
+template <int N> WKV6_DEVICE void load_shared(const float *p, float *x) {
   static_assert(N == 2 || N == 4, "two or four values");
   if constexpr (N == 4) {
     const float4 y = *reinterpret_cast<const float4 *>(p);
@@ -167,8 +159,7 @@ WKV6_DEVICE void load_shared(const float *p, float *x) {
     x[0] = y.x, x[1] = y.y;
   }
 }
-template <int N>
-WKV6_DEVICE void load_shared(const double *p, double *x) {
+template <int N> WKV6_DEVICE void load_shared(const double *p, double *x) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
     const double2 y = *reinterpret_cast<const double2 *>(p + i);
@@ -195,11 +186,11 @@ WKV6_DEVICE f16 f16_of(float x) {
 
 #endif
 
-/* Sums of N values over L lanes, lane indices differing in the log2(L) lowest bits, N a power of two. Each step hands half of the values over
- * and keeps half, so N values take N - 1 shuffles while there is more than one. Afterwards lane l holds, in the first max(1, N / L) places,
- * the sums of the values from scattered<N, L>(l) on. The order of addition is fixed. */
-template <int N, int L, typename T>
-WKV6_DEVICE void scatter_sum(T (&x)[N], unsigned lane) {
+/* Sums of N values over L lanes, lane indices differing in the log2(L) lowest bits, N a power of two. Each step hands
+ * half of the values over and keeps half, so N values take N - 1 shuffles while there is more than one. Afterwards lane
+ * l holds, in the first max(1, N / L) places, the sums of the values from scattered<N, L>(l) on. The order of addition
+ * is fixed. */
+template <int N, int L, typename T> WKV6_DEVICE void scatter_sum(T (&x)[N], unsigned lane) {
   int values = N;
 #pragma unroll
   for (int bit = 1; bit < L; bit *= 2) {
@@ -217,8 +208,7 @@ WKV6_DEVICE void scatter_sum(T (&x)[N], unsigned lane) {
   }
 }
 
-template <int N, int L>
-WKV6_DEVICE int scattered(unsigned lane) {
+template <int N, int L> WKV6_DEVICE int scattered(unsigned lane) {
   int first = 0;
 #pragma unroll
   for (int bit = 1, half = N / 2; bit < L && half > 0; bit *= 2, half /= 2) first += lane & bit ? half : 0;

@@ -24,7 +24,8 @@ bool states_by_16(const wkv6_problem &p) {
   return p.V % 4 == 0 && reinterpret_cast<uintptr_t>(p.checkpoints.data) % 16 == 0;
 }
 
-/* Fewest warps of at most `most` that share out `size` (`of_warp` each) while `heads` heads still give every multiprocessor two blocks. */
+/* Fewest warps of at most `most` that share out `size` (`of_warp` each) while `heads` heads still give every
+ * multiprocessor two blocks. */
 int64_t warps_for(int64_t most, int64_t size, int64_t of_warp, int64_t heads, const place &where) {
   int64_t warps = least(most, ceil_div(size, of_warp));
   while (warps > 1 && heads * ceil_div(size, warps * of_warp) < 2 * where.multiprocessors) warps = (warps + 1) / 2;
@@ -39,7 +40,8 @@ bool launch_forward_instance(const wkv6_problem &p, bool scale_enters, const pla
   a.scale_enters = scale_enters;
   a.vector_checkpoints = states_by_16(p);
   a.row_warps = static_cast<int>(ceil_div(p.K, ROWS * LANES));
-  a.column_warps = static_cast<int>(warps_for(least(most_warps / a.row_warps, 64 / of_warp), p.V, of_warp, p.N * p.H, where));
+  a.column_warps =
+      static_cast<int>(warps_for(least(most_warps / a.row_warps, 64 / of_warp), p.V, of_warp, p.N * p.H, where));
   a.rows = a.row_warps * ROWS * LANES;
   a.columns = a.column_warps * of_warp;
   a.slices = static_cast<int>(ceil_div(p.V, a.columns));
@@ -49,8 +51,12 @@ bool launch_forward_instance(const wkv6_problem &p, bool scale_enters, const pla
     a.tile /= 2;
     bytes = forward_layout(a, sizeof(real));
   }
-  return runtime::launch<&wkv6_forward_recurrent<real, ROWS, LANES, EXACT>>(
-      "wkv6_forward_recurrent", static_cast<uint64_t>(p.N) * p.H * a.slices, a.row_warps * a.column_warps * warp_size, bytes, where.stream, a);
+  return runtime::launch<&wkv6_forward_recurrent<real, ROWS, LANES, EXACT>>("wkv6_forward_recurrent",
+                                                                            static_cast<uint64_t>(p.N) * p.H * a.slices,
+                                                                            a.row_warps * a.column_warps * warp_size,
+                                                                            bytes,
+                                                                            where.stream,
+                                                                            a);
 }
 
 bool launch_recurrence(const wkv6_problem &p, bool scale_enters, const place &where) {
@@ -69,7 +75,8 @@ bool launch_backward_instance(backward_arguments a, const place &where) {
   a.vector_checkpoints = states_by_16(p);
   a.column_warps = static_cast<int>(ceil_div(p.V, COLUMNS * LANES));
   a.columns = a.column_warps * COLUMNS * LANES;
-  a.row_warps = static_cast<int>(warps_for(least(usual_warps, ceil_div(usual_warps, a.column_warps)), p.K, of_warp, p.N * p.H, where));
+  a.row_warps = static_cast<int>(
+      warps_for(least(usual_warps, ceil_div(usual_warps, a.column_warps)), p.K, of_warp, p.N * p.H, where));
   int bytes;
   for (;; a.row_warps = (a.row_warps + 1) / 2) {
     a.rows = a.row_warps * of_warp;
@@ -78,7 +85,12 @@ bool launch_backward_instance(backward_arguments a, const place &where) {
     if (bytes <= where.shared_bytes || a.row_warps == 1) break;
   }
   return runtime::launch<&wkv6_backward_recurrent<real, COLUMNS, LANES, HISTORY, PARTS, EXACT>>(
-      "wkv6_backward_recurrent", static_cast<uint64_t>(p.N) * p.H * a.slices, a.row_warps * a.column_warps * warp_size, bytes, where.stream, a);
+      "wkv6_backward_recurrent",
+      static_cast<uint64_t>(p.N) * p.H * a.slices,
+      a.row_warps * a.column_warps * warp_size,
+      bytes,
+      where.stream,
+      a);
 }
 
 /* dr, dk, dw and the parts of du. */
@@ -95,7 +107,8 @@ bool launch_grad_u(const backward_arguments &a, const place &where) {
   const uint64_t blocks = static_cast<uint64_t>(a.p.H) * ceil_div(a.p.K, warp_size);
   constexpr int threads = grad_u_warps * warp_size, bytes = threads * sizeof(double);
   if (blocks == 0) return true;
-  if (wkv6_is_double(&a.p)) return runtime::launch<&wkv6_grad_u<double>>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
+  if (wkv6_is_double(&a.p))
+    return runtime::launch<&wkv6_grad_u<double>>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
   return runtime::launch<&wkv6_grad_u<float>>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
 }
 
@@ -104,8 +117,10 @@ bool launch_step(const wkv6_problem &p, const wkv6_tensor &from, const place &wh
   const step_arguments a = {p, from};
   if (blocks == 0) return true;
   if (wkv6_is_double(&p))
-    return runtime::launch<&wkv6_step_recurrent<double>>("wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<double>), where.stream, a);
-  return runtime::launch<&wkv6_step_recurrent<float>>("wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<float>), where.stream, a);
+    return runtime::launch<&wkv6_step_recurrent<double>>(
+        "wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<double>), where.stream, a);
+  return runtime::launch<&wkv6_step_recurrent<float>>(
+      "wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<float>), where.stream, a);
 }
 
 /* dv and dS_0: the recurrence of G, from the last token to the first. */
@@ -136,17 +151,22 @@ wkv6_status check_size(const char *name, int64_t size, int most) {
   return WKV6_E_SIZE;
 }
 
-wkv6_status check_k(const wkv6_problem &p) { return check_size("K", p.K, wkv6_is_double(&p) ? most_k<double> : most_k<float>); }
-wkv6_status check_v(const wkv6_problem &p) { return check_size("V", p.V, wkv6_is_double(&p) ? most_v<double> : most_v<float>); }
-
-template <typename function>
-wkv6_status run(int device, void *stream, function launches) {
-  const runtime::device_guard guard(device);
-  place where = {0, 0, stream};
-  return guard.ok && runtime::limits(device, where.multiprocessors, where.shared_bytes) && launches(where) ? WKV6_OK : WKV6_E_DEVICE;
+wkv6_status check_k(const wkv6_problem &p) {
+  return check_size("K", p.K, wkv6_is_double(&p) ? most_k<double> : most_k<float>);
+}
+wkv6_status check_v(const wkv6_problem &p) {
+  return check_size("V", p.V, wkv6_is_double(&p) ? most_v<double> : most_v<float>);
 }
 
-}  // namespace
+template <typename function> wkv6_status run(int device, void *stream, function launches) {
+  const runtime::device_guard guard(device);
+  place where = {0, 0, stream};
+  return guard.ok && runtime::limits(device, where.multiprocessors, where.shared_bytes) && launches(where)
+             ? WKV6_OK
+             : WKV6_E_DEVICE;
+}
+
+} // namespace
 
 wkv6_status wkv6_cuda_forward(const wkv6_problem *p, int device, void *stream) {
   const bool one_token = p->T == 1 && !p->cu_seqlens;

@@ -1,22 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Equations (3), (4), (6), (8) of docs/wkv6.md: dr, dk, dw and du, in one sweep from the last token to the first. (dv and dS_0 come from
- * recurrent_forward.cuh run from the end.)
+ * Equations (3), (4), (6), (8) of docs/wkv6.md: dr, dk, dw and du, in one sweep from the last token to the first. (dv
+ * and dS_0 come from recurrent_forward.cuh run from the end.)
  *
- * A block has one head of one sequence and a slice of the key channels (rows) with all value columns, so no sum leaves the block and the
- * number of blocks can be chosen freely. A warp has 2 * (32 / LANES) rows, a thread 2 rows and COLUMNS columns of them, of the state S and of
- * its adjoint G. A sum over columns is a fixed tree: a thread's columns, LANES lanes, column warps.
+ * A block has one head of one sequence and a slice of the key channels (rows) with all value columns, so no sum leaves
+ * the block and the number of blocks can be chosen freely. A warp has 2 * (32 / LANES) rows, a thread 2 rows and
+ * COLUMNS columns of them, of the state S and of its adjoint G. A sum over columns is a fixed tree: a thread's columns,
+ * LANES lanes, column warps.
  *
- * dw needs G_t and S_{t-1} together, and S can only be had from the front: the forward pass left a checkpoint every `segment` tokens. From
- * there S is brought to the start of a tile of PARTS * HISTORY tokens; then, for each part of the tile from the last, S is brought to the part's
- * start, its values before each of the part's HISTORY tokens are kept in registers, and G walks back over them. Where a segment has several
- * tiles, those before the tile are replayed. Nothing is ever divided by a decay.
+ * dw needs G_t and S_{t-1} together, and S can only be had from the front: the forward pass left a checkpoint every
+ * `segment` tokens. From there S is brought to the start of a tile of PARTS * HISTORY tokens; then, for each part of
+ * the tile from the last, S is brought to the part's start, its values before each of the part's HISTORY tokens are
+ * kept in registers, and G walks back over them. Where a segment has several tiles, those before the tile are replayed.
+ * Nothing is ever divided by a decay.
  *
- * A tile goes through: bytes (fetched while the tile before is computed) -> barrier -> real numbers, a channel a thread -> barrier -> S, G and
- * sums, written to `sums` by the lanes that end up with them -> barrier -> gradients to memory, a channel of one gradient a thread.
+ * A tile goes through: bytes (fetched while the tile before is computed) -> barrier -> real numbers, a channel a thread
+ * -> barrier -> S, G and sums, written to `sums` by the lanes that end up with them -> barrier -> gradients to memory,
+ * a channel of one gradient a thread.
  *
- * real: float or double. COLUMNS: of a thread, 4 or 8. LANES: that share a row. EXACT: V is COLUMNS * LANES; without it there may be several
- * column warps, and columns beyond V, kept at zero by selection. Rows beyond K need no care: nothing sums over rows.
+ * real: float or double. COLUMNS: of a thread, 4 or 8. LANES: that share a row. EXACT: V is COLUMNS * LANES; without it
+ * there may be several column warps, and columns beyond V, kept at zero by selection. Rows beyond K need no care:
+ * nothing sums over rows.
  */
 #ifndef WKV6_RECURRENT_BACKWARD_CUH
 #define WKV6_RECURRENT_BACKWARD_CUH
@@ -30,7 +34,8 @@ struct backward_arguments {
   int slices;                  /* blocks a head */
   bool vector_checkpoints;
   raw_rows raw_r, raw_k, raw_w, raw_v, raw_grad_o;
-  /* Places in shared memory, in reals. [tile][rows]: scale * r, k, decay, and what turns rowsum(G * S) into dw; [tile][columns]: v, do. */
+  /* Places in shared memory, in reals. [tile][rows]: scale * r, k, decay, and what turns rowsum(G * S) into dw;
+   * [tile][columns]: v, do. */
   int r, k, d, to_grad_w, v, grad_o;
   int sums;               /* [column_warps][tile][3 * rows + 1]: S do, G v, rowsum(G * S) and v . do */
   int u, rest;            /* [rows]: the bonus, and the rest of the decays */
@@ -59,14 +64,14 @@ inline int backward_layout(backward_arguments &a, int tile, int real_bytes) {
   return raw_layout(a.raw_grad_o, p.grad_o, p.V, static_cast<int>(p.V), tile, at);
 }
 
-/* One visit to a tile: tile `tile` of segment `segment`, on the way to tile `target` of it. When they are equal G walks back over it. */
+/* One visit to a tile: tile `tile` of segment `segment`, on the way to tile `target` of it. When they are equal G walks
+ * back over it. */
 struct visit {
   int64_t segment, target, tile;
   WKV6_DEVICE bool replays() const { return tile < target; }
 };
 
-template <typename real, int TILE>
-struct backward_block {
+template <typename real, int TILE> struct backward_block {
   const backward_arguments &a;
   const wkv6_problem &p;
   const sequence s;
@@ -102,8 +107,8 @@ struct backward_block {
     copy_async_commit();
   }
 
-  /* A channel of w, k, v, r or do a thread, the dearest ones first. Rests pass from a tile to the one before it, along with G; a replay
-   * is short enough to start without. */
+  /* A channel of w, k, v, r or do a thread, the dearest ones first. Rests pass from a tile to the one before it, along
+   * with G; a replay is short enough to start without. */
   WKV6_DEVICE void convert(const visit &now) const {
     const int rows = a.rows, columns = a.columns, V = static_cast<int>(p.V), count = tokens(now);
     const real scale = static_cast<real>(p.scale);
@@ -116,7 +121,8 @@ struct backward_block {
           const real w = log_decay(x, p), decay = decay_factor(w, rest);
           d[t * rows] = decay;
           /* raw: dx = dw * w, and 0 where exp(x) overflowed and nothing is left of the state */
-          to_grad_w[t * rows] = p.flags & WKV6_RAW_DECAY ? (w == static_cast<real>(-INFINITY) ? real(0) : decay * w) : decay;
+          to_grad_w[t * rows] =
+              p.flags & WKV6_RAW_DECAY ? (w == static_cast<real>(-INFINITY) ? real(0) : decay * w) : decay;
         });
         if (!now.replays()) shared[a.rest + i] = rest;
       } else if (i < 2 * rows) {
@@ -133,7 +139,8 @@ struct backward_block {
       } else {
         const int c = i - 3 * rows - columns;
         real *const grad_o = shared + a.grad_o + c;
-        convert_channel<real>(p.grad_o, a.raw_grad_o, c, V, count, false, [&](int t, real x) { grad_o[t * columns] = x; });
+        convert_channel<real>(
+            p.grad_o, a.raw_grad_o, c, V, count, false, [&](int t, real x) { grad_o[t * columns] = x; });
       }
     }
   }
@@ -141,7 +148,8 @@ struct backward_block {
   /* Sum `which` (of one row, or 3 * rows for v . do) of token t over the column warps. */
   WKV6_DEVICE real sum_of(int t, int which) const {
     real sum = 0;
-    for (int warp = 0; warp < a.column_warps; warp++) sum += shared[a.sums + (warp * TILE + t) * (3 * a.rows + 1) + which];
+    for (int warp = 0; warp < a.column_warps; warp++)
+      sum += shared[a.sums + (warp * TILE + t) * (3 * a.rows + 1) + which];
     return sum;
   }
 
@@ -165,12 +173,17 @@ struct backward_block {
     for (int i = thread_index(); i < 4 * rows; i += block_threads()) {
       const int row = i % rows, kind = i / rows;
       if (row >= width) continue;
-      const real *const r = shared + a.r + row, *const k = shared + a.k + row, *const to_grad_w = shared + a.to_grad_w + row;
+      const real *const r = shared + a.r + row, *const k = shared + a.k + row,
+                        *const to_grad_w = shared + a.to_grad_w + row;
       const real u = shared[a.u + row];
       if (kind == 0)
-        store_channel(p.grad_r, t, count, row, [&](int j) { return scale * fma(sum_of(j, 3 * rows), u * k[j * rows], sum_of(j, row)); });
+        store_channel(p.grad_r, t, count, row, [&](int j) {
+          return scale * fma(sum_of(j, 3 * rows), u * k[j * rows], sum_of(j, row));
+        });
       else if (kind == 1)
-        store_channel(p.grad_k, t, count, row, [&](int j) { return fma(sum_of(j, 3 * rows), u * r[j * rows], sum_of(j, rows + row)); });
+        store_channel(p.grad_k, t, count, row, [&](int j) {
+          return fma(sum_of(j, 3 * rows), u * r[j * rows], sum_of(j, rows + row));
+        });
       else if (kind == 2)
         store_channel(p.grad_w, t, count, row, [&](int j) { return to_grad_w[j * rows] * sum_of(j, 2 * rows + row); });
       else
@@ -191,8 +204,7 @@ struct backward_block {
   }
 };
 
-template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT>
-struct backward_thread {
+template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT> struct backward_thread {
   using block = backward_block<real, HISTORY * PARTS>;
   using matrix = real[2][COLUMNS];
   const block &b;
@@ -200,9 +212,10 @@ struct backward_thread {
   const int column_lane = lane % LANES, row_lane = lane / LANES;
   const int column_warp = EXACT ? 0 : thread_index() / warp_size % b.a.column_warps;
   const int row_warp = thread_index() / warp_size / (EXACT ? 1 : b.a.column_warps);
-  const int first_row = (row_warp * (warp_size / LANES) + row_lane) * 2;        /* in the slice */
-  const int first_column = column_warp * COLUMNS * LANES + 4 * column_lane;      /* then groups of 4 columns, 4 * LANES apart */
-  matrix start, adjoint; /* S at the start of the tile, and G */
+  const int first_row = (row_warp * (warp_size / LANES) + row_lane) * 2; /* in the slice */
+  const int first_column =
+      column_warp * COLUMNS * LANES + 4 * column_lane; /* then groups of 4 columns, 4 * LANES apart */
+  matrix start, adjoint;                               /* S at the start of the tile, and G */
 
   WKV6_DEVICE explicit backward_thread(const block &tiles) : b(tiles) {}
 
@@ -223,7 +236,8 @@ struct backward_thread {
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
-          if (first_row + i < b.width && has(c)) read_element(load_global(data + i * from.stride[2] + column(c) * from.stride[3]), x[i][c]);
+          if (first_row + i < b.width && has(c))
+            read_element(load_global(data + i * from.stride[2] + column(c) * from.stride[3]), x[i][c]);
     });
   }
 
@@ -256,8 +270,7 @@ struct backward_thread {
       load_state(b.p.initial_state, start);
   }
 
-  template <int N>
-  WKV6_DEVICE void of_rows(int array, int t, real (&x)[N]) const {
+  template <int N> WKV6_DEVICE void of_rows(int array, int t, real (&x)[N]) const {
     load_shared<2>(b.shared + array + t * b.a.rows + first_row, x);
   }
   WKV6_DEVICE void of_columns(int array, int t, real (&x)[COLUMNS]) const {
@@ -266,7 +279,8 @@ struct backward_thread {
   }
 
   /* to = diag(decay) x + left right^T of token t: (2) with k and v, (7) with r and do. */
-  WKV6_DEVICE void advance(matrix &to, const matrix &x, int t, const real (&left)[2], const real (&right)[COLUMNS]) const {
+  WKV6_DEVICE void advance(matrix &to, const matrix &x, int t, const real (&left)[2],
+                           const real (&right)[COLUMNS]) const {
     real d[2];
     of_rows(b.a.d, t, d);
 #pragma unroll
@@ -342,18 +356,22 @@ template <bool EXACT>
 constexpr int backward_most_threads = EXACT ? 256 : 384; /* so that the registers hold what a thread has */
 
 template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT>
-__global__ void __launch_bounds__(backward_most_threads<EXACT>) wkv6_backward_recurrent(const __grid_constant__ backward_arguments a) {
+__global__ void __launch_bounds__(backward_most_threads<EXACT>)
+    wkv6_backward_recurrent(const __grid_constant__ backward_arguments a) {
   const unsigned slice = block_index() % a.slices, head = block_index() / a.slices;
   const int64_t channel = static_cast<int64_t>(slice) * a.rows, left = a.p.K - channel;
-  const backward_block<real, HISTORY * PARTS> b = {a,       a.p,
+  const backward_block<real, HISTORY * PARTS> b = {a,
+                                                   a.p,
                                                    sequence_of(a.p, head / a.p.H, head % a.p.H),
-                                                   channel, static_cast<int>(left < a.rows ? left : a.rows),
+                                                   channel,
+                                                   static_cast<int>(left < a.rows ? left : a.rows),
                                                    reinterpret_cast<real *>(shared_memory())};
   visit now = b.first_visit((b.s.length + a.p.segment - 1) / a.p.segment - 1);
   if (now.segment >= 0) b.fetch(now);
   for (int i = thread_index(); i < a.rows; i += block_threads()) {
     const wkv6_tensor &u = a.p.u;
-    b.shared[a.u + i] = i < b.width ? load_element<real>(u, b.s.h * u.stride[0] + (channel + i) * u.stride[1]) : real(0);
+    b.shared[a.u + i] =
+        i < b.width ? load_element<real>(u, b.s.h * u.stride[0] + (channel + i) * u.stride[1]) : real(0);
     b.shared[a.rest + i] = b.shared[a.grad_u + i] = b.shared[a.grad_u_low + i] = 0;
   }
   backward_thread<real, COLUMNS, LANES, HISTORY, PARTS, EXACT> thread(b);
@@ -378,22 +396,25 @@ __global__ void __launch_bounds__(backward_most_threads<EXACT>) wkv6_backward_re
   block_barrier();
   if (a.p.grad_u_parts.dtype != WKV6_ABSENT)
     for (int i = thread_index(); i < b.width; i += block_threads())
-      store_global(static_cast<real *>(a.p.grad_u_parts.data) + (b.s.n * a.p.H + b.s.h) * a.p.K + channel + i, b.shared[a.grad_u + i]);
+      store_global(static_cast<real *>(a.p.grad_u_parts.data) + (b.s.n * a.p.H + b.s.h) * a.p.K + channel + i,
+                   b.shared[a.grad_u + i]);
 }
 
 constexpr int grad_u_warps = 8; /* of a block of the kernel below */
 
-/* (8): the sum of grad_u_parts over the sequences, in double and in a fixed order. A block has 32 channels of a head, a lane one of them; warp
- * w takes the sequences w, w + 8, .. */
+/* (8): the sum of grad_u_parts over the sequences, in double and in a fixed order. A block has 32 channels of a head, a
+ * lane one of them; warp w takes the sequences w, w + 8, .. */
 template <typename real>
-__global__ void __launch_bounds__(grad_u_warps * warp_size) wkv6_grad_u(const __grid_constant__ backward_arguments a) {
+__global__ void __launch_bounds__(grad_u_warps *warp_size) wkv6_grad_u(const __grid_constant__ backward_arguments a) {
   const wkv6_problem &p = a.p;
-  const unsigned slices = static_cast<unsigned>((p.K + warp_size - 1) / warp_size), lane = thread_index() % warp_size, warp = thread_index() / warp_size;
+  const unsigned slices = static_cast<unsigned>((p.K + warp_size - 1) / warp_size), lane = thread_index() % warp_size,
+                 warp = thread_index() / warp_size;
   const int64_t h = block_index() / slices, channel = static_cast<int64_t>(block_index() % slices) * warp_size + lane;
   double *const sums = reinterpret_cast<double *>(shared_memory()); /* [warps][32] */
   double sum = 0;
   if (channel < p.K)
-    for (int64_t n = warp; n < p.N; n += grad_u_warps) sum += load_global(static_cast<const real *>(p.grad_u_parts.data) + (n * p.H + h) * p.K + channel);
+    for (int64_t n = warp; n < p.N; n += grad_u_warps)
+      sum += load_global(static_cast<const real *>(p.grad_u_parts.data) + (n * p.H + h) * p.K + channel);
   sums[thread_index()] = sum;
   block_barrier();
   if (warp > 0 || channel >= p.K) return;

@@ -2,19 +2,21 @@
  *
  * Equations (1) and (2) of docs/wkv6.md, token by token, with the state in registers.
  *
- * A block has one head of one sequence and a slice of the value columns. A warp has all rows (key channels), or a part of them where there
- * are more than one warp's worth, and 4 * (32 / LANES) columns; a thread has ROWS rows and 4 columns. The sum over rows is a fixed tree: a
- * thread's rows, LANES lanes, row warps.
+ * A block has one head of one sequence and a slice of the value columns. A warp has all rows (key channels), or a part
+ * of them where there are more than one warp's worth, and 4 * (32 / LANES) columns; a thread has ROWS rows and 4
+ * columns. The sum over rows is a fixed tree: a thread's rows, LANES lanes, row warps.
  *
- * A tile of tokens goes through: rows as bytes (fetched while the tile before is computed) -> barrier -> r, k, v and decay as real numbers,
- * results of the tile before to memory -> barrier -> the recurrence, which writes its results to shared memory. Each array but `out` is
- * written by all threads, a channel each; `out` by the lanes that end up with a sum.
+ * A tile of tokens goes through: rows as bytes (fetched while the tile before is computed) -> barrier -> r, k, v and
+ * decay as real numbers, results of the tile before to memory -> barrier -> the recurrence, which writes its results to
+ * shared memory. Each array but `out` is written by all threads, a channel each; `out` by the lanes that end up with a
+ * sum.
  *
- * The same recurrence run from the end gives dv and dS_0, equations (5) and (7): with r and k exchanged, do for v, and the scale on what
- * enters the state instead of what leaves it (`scale_enters`).
+ * The same recurrence run from the end gives dv and dS_0, equations (5) and (7): with r and k exchanged, do for v, and
+ * the scale on what enters the state instead of what leaves it (`scale_enters`).
  *
- * real: float or double. ROWS: rows of a thread, a multiple of 4. LANES: lanes that share a column, 4, 8 or 16. EXACT: K is ROWS * LANES;
- * without it there may be several row warps, and rows beyond K, which are kept at zero by selection, since 0 * inf is not 0.
+ * real: float or double. ROWS: rows of a thread, a multiple of 4. LANES: lanes that share a column, 4, 8 or 16. EXACT:
+ * K is ROWS * LANES; without it there may be several row warps, and rows beyond K, which are kept at zero by selection,
+ * since 0 * inf is not 0.
  */
 #ifndef WKV6_RECURRENT_FORWARD_CUH
 #define WKV6_RECURRENT_FORWARD_CUH
@@ -23,13 +25,16 @@
 
 struct forward_arguments {
   wkv6_problem p;
-  int tile;                       /* tokens staged at once */
-  int row_warps, column_warps;    /* warps of a block */
-  int rows, columns;              /* of a block; rows is K rounded up */
-  int slices;                     /* blocks a head */
+  int tile;                    /* tokens staged at once */
+  int row_warps, column_warps; /* warps of a block */
+  int rows, columns;           /* of a block; rows is K rounded up */
+  int slices;                  /* blocks a head */
   bool scale_enters, vector_checkpoints;
   raw_rows raw_r, raw_k, raw_w, raw_v;
-  int r, k, d, v, out, rest;      /* [tile][rows], [tile][columns], [row_warps][tile][columns], [rows]: places in shared memory, in reals */
+  /* Places in shared memory, in reals. [tile][rows]: r, k, decay; [tile][columns]: v; [row_warps][tile][columns]: sums.
+   */
+  int r, k, d, v, out;
+  int rest; /* [rows]: the rest of the decays */
 };
 
 /* Sets the places of a block's shared arrays; returns the bytes it needs. */
@@ -48,8 +53,7 @@ inline int forward_layout(forward_arguments &a, int real_bytes) {
   return raw_layout(a.raw_v, p.v, p.V, a.columns, a.tile, at);
 }
 
-template <typename real>
-struct forward_block {
+template <typename real> struct forward_block {
   const forward_arguments &a;
   const wkv6_problem &p;
   const sequence s;
@@ -73,17 +77,21 @@ struct forward_block {
       if (i < rows) {
         real rest = shared[a.rest + i];
         real *const d = shared + a.d + i;
-        convert_channel<real>(p.w, a.raw_w, i, K, count, false, [&](int t, real w) { d[t * rows] = decay_factor(log_decay(w, p), rest); });
+        convert_channel<real>(p.w, a.raw_w, i, K, count, false, [&](int t, real w) {
+          d[t * rows] = decay_factor(log_decay(w, p), rest);
+        });
         shared[a.rest + i] = rest;
       } else if (i < 2 * rows) {
         real *const r = shared + a.r + i - rows;
         convert_channel<real>(p.r, a.raw_r, i - rows, K, count, false, [&](int t, real x) { r[t * rows] = of_r * x; });
       } else if (i < 3 * rows) {
         real *const k = shared + a.k + i - 2 * rows;
-        convert_channel<real>(p.k, a.raw_k, i - 2 * rows, K, count, false, [&](int t, real x) { k[t * rows] = of_k * x; });
+        convert_channel<real>(
+            p.k, a.raw_k, i - 2 * rows, K, count, false, [&](int t, real x) { k[t * rows] = of_k * x; });
       } else {
         real *const v = shared + a.v + i - 3 * rows;
-        convert_channel<real>(p.v, a.raw_v, i - 3 * rows, width, count, false, [&](int t, real x) { v[t * a.columns] = x; });
+        convert_channel<real>(
+            p.v, a.raw_v, i - 3 * rows, width, count, false, [&](int t, real x) { v[t * a.columns] = x; });
       }
     }
   }
@@ -106,14 +114,13 @@ struct forward_block {
   }
 };
 
-template <typename real, int ROWS, int LANES, bool EXACT>
-struct forward_thread {
+template <typename real, int ROWS, int LANES, bool EXACT> struct forward_thread {
   const forward_block<real> &b;
   const unsigned lane = thread_index() % warp_size;
   const int row_lane = lane % LANES, column_lane = lane / LANES;
   const int row_warp = EXACT ? 0 : thread_index() / warp_size % b.a.row_warps;
   const int column_warp = thread_index() / warp_size / (EXACT ? 1 : b.a.row_warps);
-  const int first_row = row_warp * ROWS * LANES + 4 * row_lane;             /* then groups of 4 rows, 4 * LANES apart */
+  const int first_row = row_warp * ROWS * LANES + 4 * row_lane; /* then groups of 4 rows, 4 * LANES apart */
   const int first_column = column_warp * (4 * warp_size / LANES) + 4 * column_lane; /* in the slice */
   real s[ROWS][4], u[ROWS];
 
@@ -123,8 +130,7 @@ struct forward_thread {
   WKV6_DEVICE bool has(int i) const { return EXACT || row(i) < b.p.K; }
 
   /* Calls use(i, c, offset) for the elements that exist of this thread's part of a state tensor. */
-  template <typename function>
-  WKV6_DEVICE void each(const wkv6_tensor &x, function use) const {
+  template <typename function> WKV6_DEVICE void each(const wkv6_tensor &x, function use) const {
     const int64_t first = state_offset(x, b.s, 0, b.column + first_column);
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
@@ -208,20 +214,23 @@ struct forward_thread {
 #pragma unroll
     for (int c = 0; c < 4; c++) sum[c] = has(0) ? fma(bonus, v[c], sum[c]) : real(0); /* without rows: 0 * inf */
     scatter_sum<4, LANES>(sum, row_lane);
-    if (row_lane < 4) b.shared[a.out + (row_warp * a.tile + t) * a.columns + first_column + scattered<4, LANES>(row_lane)] = sum[0];
+    if (row_lane < 4)
+      b.shared[a.out + (row_warp * a.tile + t) * a.columns + first_column + scattered<4, LANES>(row_lane)] = sum[0];
   }
 };
 
-template <typename real, bool EXACT>
-constexpr int forward_most_threads = EXACT || sizeof(real) == 8 ? 256 : 384;
+template <typename real, bool EXACT> constexpr int forward_most_threads = EXACT || sizeof(real) == 8 ? 256 : 384;
 
 template <typename real, int ROWS, int LANES, bool EXACT>
-__global__ void __launch_bounds__(forward_most_threads<real, EXACT>) wkv6_forward_recurrent(const __grid_constant__ forward_arguments a) {
+__global__ void __launch_bounds__(forward_most_threads<real, EXACT>)
+    wkv6_forward_recurrent(const __grid_constant__ forward_arguments a) {
   const unsigned slice = block_index() % a.slices, head = block_index() / a.slices;
   const int64_t column = static_cast<int64_t>(slice) * a.columns, left = a.p.V - column;
-  const forward_block<real> b = {a,      a.p,
+  const forward_block<real> b = {a,
+                                 a.p,
                                  sequence_of(a.p, head / a.p.H, head % a.p.H),
-                                 column, static_cast<int>(left < a.columns ? left : a.columns),
+                                 column,
+                                 static_cast<int>(left < a.columns ? left : a.columns),
                                  reinterpret_cast<real *>(shared_memory())};
   const int64_t length = b.s.length;
   const auto tokens_at = [&](int64_t t) { return static_cast<int>(length - t < a.tile ? length - t : a.tile); };

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What launch.cu uses of the CUDA runtime, and its twin on the emulated device. Errors are kept as text for wkv6_cuda_error().
+ * What launch.cu uses of the CUDA runtime, and its twin on the emulated device. Errors are kept as text for
+ * wkv6_cuda_error().
  */
 #ifndef WKV6_RUNTIME_CUH
 #define WKV6_RUNTIME_CUH
@@ -46,7 +47,9 @@ bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, vo
 
 #else
 
-inline bool check(cudaError_t status, const char *what) { return status == cudaSuccess || fail("%s: %s", what, cudaGetErrorString(status)); }
+inline bool check(cudaError_t status, const char *what) {
+  return status == cudaSuccess || fail("%s: %s", what, cudaGetErrorString(status));
+}
 
 /* Makes `device` the current one for as long as it lives. */
 struct device_guard {
@@ -64,23 +67,32 @@ struct device_guard {
 
 /* Multiprocessors of the device, and the most shared memory that one of its blocks may have. */
 inline bool limits(int device, int &multiprocessors, int &shared_bytes) {
-  return check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute") &&
-         check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  return check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute") &&
+         check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "cudaDeviceGetAttribute");
 }
 
 /* Puts a kernel on the stream. An error of an earlier call that nobody asked for is not taken for this one's. */
 template <auto kernel, typename arguments>
 bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, void *stream, const arguments &a) {
-  if (blocks > 0x7fffffff) return fail("%s: %llu blocks, at most 2^31 - 1", name, static_cast<unsigned long long>(blocks));
-  if (shared_bytes > 48 * 1024 && !check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name)) return false;
+  if (blocks > 0x7fffffff)
+    return fail("%s: %llu blocks, at most 2^31 - 1", name, static_cast<unsigned long long>(blocks));
+  if (shared_bytes > 48 * 1024 &&
+      !check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name))
+    return false;
   void *pointers[] = {const_cast<arguments *>(&a)};
-  return check(cudaLaunchKernel(reinterpret_cast<const void *>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(threads), pointers, shared_bytes,
+  return check(cudaLaunchKernel(reinterpret_cast<const void *>(kernel),
+                                dim3(static_cast<unsigned>(blocks)),
+                                dim3(threads),
+                                pointers,
+                                shared_bytes,
                                 static_cast<cudaStream_t>(stream)),
                name);
 }
 
 #endif
 
-}  // namespace runtime
+} // namespace runtime
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The scheduler of the emulated device. A fiber runs until it must wait, then hands over to another one that can run; when none can,
- * that is a deadlock. Compile it with -DEMULATION_TSAN, _ASAN or _MSAN to go with kernels under that sanitizer, but without
- * -fsanitize=thread itself: what happens here between two CUDA threads must not count as synchronisation.
+ * The scheduler of the emulated device. A fiber runs until it must wait, then hands over to another one that can run;
+ * when none can, that is a deadlock. Compile it with -DEMULATION_TSAN, _ASAN or _MSAN to go with kernels under that
+ * sanitizer, but without -fsanitize=thread itself: what happens here between two CUDA threads must not count as
+ * synchronisation.
  */
 #include "emulator.h"
 
@@ -25,7 +26,8 @@
 #endif
 
 #if defined(__x86_64__)
-/* Saves the callee-saved registers on this stack, leaves its top in *save, and returns on the stack whose top is `load`. */
+/* Saves the callee-saved registers on this stack, leaves its top in *save, and returns on the stack whose top is
+ * `load`. */
 extern "C" void wkv6_emulation_switch(void **save, void *load);
 asm(R"(
 .text
@@ -64,7 +66,8 @@ constexpr std::size_t page = 4096, stack_bytes = 256 * 1024;
 struct stack {
   char *base;
   stack() {
-    base = static_cast<char *>(mmap(nullptr, page + stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    base = static_cast<char *>(
+        mmap(nullptr, page + stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (base == MAP_FAILED) std::abort();
     mprotect(base, page, PROT_NONE);
   }
@@ -99,7 +102,8 @@ struct fiber : thread, context {
   std::vector<shared_read> reads; /* since the warp last met */
 };
 
-/* Threads that meet: a block, or a warp. Two sets of slots and order marks alternate, so that one barrier a collective is enough. */
+/* Threads that meet: a block, or a warp. Two sets of slots and order marks alternate, so that one barrier a collective
+ * is enough. */
 struct meeting {
   unsigned members = 0, arrived = 0, generation = 0;
   site at = {nullptr, 0};
@@ -119,7 +123,14 @@ struct block {
 };
 
 /* Names and values side by side; no std::map, whose code in the standard library MemorySanitizer does not know. */
-constexpr const char *counter_names[] = {"launches", "blocks", "global_read", "global_written", "barriers", "exchanges", "mma", "shared_reads",
+constexpr const char *counter_names[] = {"launches",
+                                         "blocks",
+                                         "global_read",
+                                         "global_written",
+                                         "barriers",
+                                         "exchanges",
+                                         "mma",
+                                         "shared_reads",
                                          "bank_conflicts"};
 constexpr std::size_t counter_count = sizeof counter_names / sizeof *counter_names;
 
@@ -179,8 +190,16 @@ std::uint64_t random_number() {
 
 void describe(char *text, std::size_t room, const fiber &f) {
   const char *file = f.at.file ? std::strrchr(f.at.file, '/') : nullptr;
-  std::snprintf(text, room, "thread %u of block %u %s %s:%d", f.index, f.block, f.state == waits::for_ever ? "ended after" : "at",
-                file ? file + 1 : f.at.file ? f.at.file : "its start", f.at.line);
+  std::snprintf(text,
+                room,
+                "thread %u of block %u %s %s:%d",
+                f.index,
+                f.block,
+                f.state == waits::for_ever ? "ended after" : "at",
+                file        ? file + 1
+                : f.at.file ? f.at.file
+                            : "its start",
+                f.at.line);
 }
 
 [[noreturn]] void deadlock() {
@@ -204,7 +223,8 @@ void give_way() {
     if (now.current_block->done == now.current_block->all.members) return hand_over(mine, now.caller, true);
     deadlock();
   }
-  if (how.order == 2) std::swap(now.ready[now.next], now.ready[now.next + random_number() % (now.ready.size() - now.next)]);
+  if (how.order == 2)
+    std::swap(now.ready[now.next], now.ready[now.next + random_number() % (now.ready.size() - now.next)]);
   fiber &to = now.current_block->fibers[now.ready[now.next++]];
   if (now.next == now.ready.size()) now.ready.clear(), now.next = 0;
   now.current = &to;
@@ -250,7 +270,8 @@ void start(fiber &f, unsigned t) {
 #endif
 }
 
-/* How many passes over the 32 banks of 4 bytes an access takes beyond the least: its lanes are served 128 bytes at a time. */
+/* How many passes over the 32 banks of 4 bytes an access takes beyond the least: its lanes are served 128 bytes at a
+ * time. */
 std::int64_t conflicts_of(const shared_read *const reads[warp_size]) {
   const unsigned lanes_a_pass = 128 / reads[0]->bytes;
   std::int64_t extra = 0;
@@ -275,7 +296,8 @@ std::int64_t conflicts_of(const shared_read *const reads[warp_size]) {
 void settle_reads(unsigned warp_index) {
   fiber *lanes = &now.current_block->fibers[warp_index * warp_size];
   for (unsigned lane = 1; lane < warp_size; lane++)
-    if (lanes[lane].reads.size() != lanes[0].reads.size()) fail("the lanes of a warp differ in their counted shared reads");
+    if (lanes[lane].reads.size() != lanes[0].reads.size())
+      fail("the lanes of a warp differ in their counted shared reads");
   for (std::size_t i = 0; i < lanes[0].reads.size(); i++) {
     const shared_read *reads[warp_size];
     for (unsigned lane = 0; lane < warp_size; lane++) reads[lane] = &lanes[lane].reads[i];
@@ -366,8 +388,15 @@ counters *find_counters(const char *kernel) {
 }
 
 void add_counters(std::uint64_t blocks) {
-  const std::int64_t values[counter_count] = {1, static_cast<std::int64_t>(blocks), now.read, now.written, now.barriers, now.exchanges, now.mma,
-                                              now.shared_reads, now.conflicts};
+  const std::int64_t values[counter_count] = {1,
+                                              static_cast<std::int64_t>(blocks),
+                                              now.read,
+                                              now.written,
+                                              now.barriers,
+                                              now.exchanges,
+                                              now.mma,
+                                              now.shared_reads,
+                                              now.conflicts};
   if (!find_counters(now.name)) counted.push_back({now.name, {}});
   counters &c = *find_counters(now.name);
   for (std::size_t i = 0; i < counter_count; i++) c.values[i] += values[i];
@@ -378,7 +407,7 @@ const char *give_error(const char *name, const std::string &why) {
   return last_error.c_str();
 }
 
-}  // namespace
+} // namespace
 
 thread &self() { return *now.current; }
 
@@ -395,7 +424,8 @@ void fail(const char *format, ...) {
 }
 
 void block_barrier(site at) {
-  if (now.current->group_count == 0 && now.current->copy_count) fail("a cp.async neither committed nor waited for at a barrier");
+  if (now.current->group_count == 0 && now.current->copy_count)
+    fail("a cp.async neither committed nor waited for at a barrier");
   meet(now.current_block->all, 0, waits::for_block, true, at);
 }
 
@@ -427,13 +457,18 @@ void count_shared(const void *address, unsigned bytes) {
   if (how.count_banks) now.current->reads.push_back({reinterpret_cast<std::uintptr_t>(address), bytes});
 }
 
-const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads, std::size_t shared_bytes, void (*call)(const void *),
-                   const void *argument) {
+const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads, std::size_t shared_bytes,
+                   void (*call)(const void *), const void *argument) {
   if (now.current) return give_error(name, "a kernel launches a kernel");
-  if (!blocks || blocks > 0x7fffffff || !threads || threads > static_cast<std::uint64_t>(how.threads) || threads % warp_size)
-    return give_error(name, "invalid configuration: " + std::to_string(blocks) + " blocks of " + std::to_string(threads) + " threads");
+  if (!blocks || blocks > 0x7fffffff || !threads || threads > static_cast<std::uint64_t>(how.threads) ||
+      threads % warp_size)
+    return give_error(name,
+                      "invalid configuration: " + std::to_string(blocks) + " blocks of " + std::to_string(threads) +
+                          " threads");
   if (shared_bytes > static_cast<std::size_t>(how.shared_bytes))
-    return give_error(name, std::to_string(shared_bytes) + " bytes of shared memory, the device has " + std::to_string(how.shared_bytes));
+    return give_error(name,
+                      std::to_string(shared_bytes) + " bytes of shared memory, the device has " +
+                          std::to_string(how.shared_bytes));
   while (stacks.size() < threads) stacks.push_back(std::make_unique<stack>());
   now.name = name;
   now.call = call;
@@ -444,10 +479,12 @@ const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads
 #if defined(EMULATION_TSAN)
   now.caller.sanitizer = __tsan_get_current_fiber();
 #endif
-  /* Under ThreadSanitizer blocks live to the end of the launch: freeing one orders it before the next, which a GPU does not. */
+  /* Under ThreadSanitizer blocks live to the end of the launch: freeing one orders it before the next, which a GPU does
+   * not. */
   std::vector<std::unique_ptr<block>> kept;
   for (std::uint64_t i = 0; i < blocks && now.error.empty(); i++) {
-    kept.push_back(make_block(static_cast<unsigned>(how.order == 1 ? blocks - 1 - i : i), static_cast<unsigned>(threads), shared_bytes));
+    kept.push_back(make_block(
+        static_cast<unsigned>(how.order == 1 ? blocks - 1 - i : i), static_cast<unsigned>(threads), shared_bytes));
     run_block(*kept.back());
 #if defined(EMULATION_TSAN)
     for (unsigned t = 0; t < threads; t++) __tsan_destroy_fiber(kept.back()->fibers[t].sanitizer);
@@ -466,15 +503,19 @@ const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads
 int multiprocessors() { return static_cast<int>(how.multiprocessors); }
 std::size_t most_shared_bytes() { return static_cast<std::size_t>(how.shared_bytes); }
 
-}  // namespace emulation
+} // namespace emulation
 
 std::int64_t wkv6_emulation_set(const char *name, std::int64_t value) {
   using emulation::how;
   const struct {
     const char *name;
     std::int64_t *value;
-  } all[] = {{"order", &how.order}, {"seed", &how.seed}, {"multiprocessors", &how.multiprocessors}, {"shared_bytes", &how.shared_bytes},
-             {"threads", &how.threads}, {"count_banks", &how.count_banks}};
+  } all[] = {{"order", &how.order},
+             {"seed", &how.seed},
+             {"multiprocessors", &how.multiprocessors},
+             {"shared_bytes", &how.shared_bytes},
+             {"threads", &how.threads},
+             {"count_banks", &how.count_banks}};
   for (const auto &one : all)
     if (!std::strcmp(one.name, name)) {
       const std::int64_t old = *one.value;

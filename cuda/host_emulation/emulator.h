@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A CUDA device made of fibers, one a CUDA thread: what ../device.cuh and ../runtime.cuh call when the kernels are compiled as C++.
+ * A CUDA device made of fibers, one a CUDA thread: what ../device.cuh and ../runtime.cuh call when the kernels are
+ * compiled as C++.
  *
- * Stricter than a GPU on purpose: shared memory starts as NaN, cp.async lands at its wait and not before, a barrier that part of the
- * threads miss is an error, and so is a launch beyond the device's limits. Errors become the launch's status. Functions that the
- * sanitizers must see inside (they touch the kernels' memory) are inline here; the scheduler in emulator.cpp is hidden from ThreadSanitizer,
- * so that only barriers order what two CUDA threads do.
+ * Stricter than a GPU on purpose: shared memory starts as NaN, cp.async lands at its wait and not before, a barrier
+ * that part of the threads miss is an error, and so is a launch beyond the device's limits. Errors become the launch's
+ * status. Functions that the sanitizers must see inside (they touch the kernels' memory) are inline here; the scheduler
+ * in emulator.cpp is hidden from ThreadSanitizer, so that only barriers order what two CUDA threads do.
  */
 #ifndef WKV6_EMULATOR_H
 #define WKV6_EMULATOR_H
@@ -54,7 +55,8 @@ thread &self();
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 void block_barrier(site site);
-/* Waits until every lane of the warp is at `site`. `orders_memory`: also a __syncwarp, not only an exchange of registers. */
+/* Waits until every lane of the warp is at `site`. `orders_memory`: also a __syncwarp, not only an exchange of
+ * registers. */
 void warp_barrier(bool orders_memory, site site);
 
 /* What each lane hands the others in one exchange; the slots are the emulator's and no sanitizer sees them. */
@@ -71,8 +73,7 @@ void count_mma();
 void count_shared(const void *address, unsigned bytes);
 
 /* Every lane gives a value and takes that of lane `from`. */
-template <typename T>
-T exchange(T value, unsigned from, site site) {
+template <typename T> T exchange(T value, unsigned from, site site) {
   static_assert(sizeof(T) <= sizeof(slot));
   slot mine = {}, theirs;
   std::memcpy(mine.bytes, &value, sizeof(T));
@@ -86,13 +87,15 @@ T exchange(T value, unsigned from, site site) {
 
 /* Word by word: one access the sanitizers know about for each. */
 inline void copy_words(void *to, const void *from, unsigned bytes) {
-  for (unsigned i = 0; i < bytes / 4; i++) static_cast<std::uint32_t *>(to)[i] = from ? static_cast<const std::uint32_t *>(from)[i] : ~0u;
+  for (unsigned i = 0; i < bytes / 4; i++)
+    static_cast<std::uint32_t *>(to)[i] = from ? static_cast<const std::uint32_t *>(from)[i] : ~0u;
 }
 
 inline void copy_async(void *to, const void *from, unsigned bytes) {
   thread &t = self();
   char *const begin = static_cast<char *>(to);
-  if (reinterpret_cast<std::uintptr_t>(to) % bytes || reinterpret_cast<std::uintptr_t>(from) % bytes) fail("cp.async: misaligned");
+  if (reinterpret_cast<std::uintptr_t>(to) % bytes || reinterpret_cast<std::uintptr_t>(from) % bytes)
+    fail("cp.async: misaligned");
   if (begin < t.shared || begin + bytes > t.shared + t.shared_bytes) fail("cp.async: not into shared memory");
   if (t.copy_count == thread::most_copies) fail("cp.async: too many in flight");
   copy_words(to, nullptr, bytes); /* NaN until the wait */
@@ -119,21 +122,21 @@ inline void copy_wait(int groups_left) {
 }
 
 /* Runs call(argument) on every thread of every block. Returns NULL, or what went wrong. */
-const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads, std::size_t shared_bytes, void (*call)(const void *),
-                   const void *argument);
+const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads, std::size_t shared_bytes,
+                   void (*call)(const void *), const void *argument);
 
 int multiprocessors();
 std::size_t most_shared_bytes();
 
-}  // namespace emulation
+} // namespace emulation
 
 extern "C" {
-/* For tests. Settings: "order" (0 ascending, 1 descending, 2 random), "seed", "multiprocessors", "shared_bytes" a block may have,
- * "threads" a block may have, "count_banks". Returns the old value, -1 for an unknown name. */
+/* For tests. Settings: "order" (0 ascending, 1 descending, 2 random), "seed", "multiprocessors", "shared_bytes" a block
+ * may have, "threads" a block may have, "count_banks". Returns the old value, -1 for an unknown name. */
 std::int64_t wkv6_emulation_set(const char *name, std::int64_t value);
-/* The counters "launches", "blocks", "global_read", "global_written" (bytes), "barriers" (of a block), "exchanges" (of a warp), "mma",
- * "shared_reads", "bank_conflicts" (of a warp, while "count_banks" is set) of all launches of a kernel since the last reset; -1 for an unknown
- * counter. */
+/* The counters "launches", "blocks", "global_read", "global_written" (bytes), "barriers" (of a block), "exchanges" (of
+ * a warp), "mma", "shared_reads", "bank_conflicts" (of a warp, while "count_banks" is set) of all launches of a kernel
+ * since the last reset; -1 for an unknown counter. */
 std::int64_t wkv6_emulation_counter(const char *kernel, const char *name);
 void wkv6_emulation_reset(void);
 }
