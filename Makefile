@@ -23,8 +23,10 @@ $(VENV)/tools.stamp: constraints.txt
 	$(INSTALL) torch numpy pytest hypothesis ruff clang-format clang-tidy build
 	touch $@
 
-# Editable: Python files count at once, C files with the next make.
+# Editable: Python files count at once, C files with the next make. CUDA kernels take minutes to compile and are of no use
+# without a GPU, so they are built when asked for: make RWKV6_OPS_CUDA=1 install (or: make gpu).
 install: $(VENV)/install.stamp
+$(VENV)/install.stamp: export RWKV6_OPS_CUDA ?= 0
 $(VENV)/install.stamp: $(VENV)/tools.stamp setup.py pyproject.toml $(SOURCES) $(HEADERS)
 	$(INSTALL) --no-deps -e .
 	touch $@

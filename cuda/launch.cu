@@ -34,7 +34,7 @@ int64_t warps_for(int64_t most, int64_t size, int64_t of_warp, int64_t heads, co
 
 template <typename real, int ROWS, int LANES, bool EXACT>
 bool launch_forward_instance(const wkv6_problem &p, bool scale_enters, const place &where) {
-  constexpr int of_warp = 4 * warp_size / LANES, most_warps = forward_most_threads<real, EXACT> / warp_size;
+  constexpr int of_warp = 4 * warp_size / LANES, most_warps = forward_most_threads / warp_size;
   forward_arguments a = {};
   a.p = p;
   a.scale_enters = scale_enters;
@@ -141,7 +141,7 @@ bool present(const wkv6_tensor &x) { return x.dtype != WKV6_ABSENT; }
 
 /* The largest K of a recurrence and the largest V of the gradients of the keys: what the warps of one block hold. */
 template <typename real>
-constexpr int most_k = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * forward_most_threads<real, false> / warp_size;
+constexpr int most_k = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * forward_most_threads / warp_size;
 template <typename real>
 constexpr int most_v = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * backward_most_threads<false> / warp_size;
 

@@ -219,10 +219,10 @@ template <typename real, int ROWS, int LANES, bool EXACT> struct forward_thread 
   }
 };
 
-template <typename real, bool EXACT> constexpr int forward_most_threads = EXACT || sizeof(real) == 8 ? 256 : 384;
+constexpr int forward_most_threads = 256; /* so that the registers hold what a thread has */
 
 template <typename real, int ROWS, int LANES, bool EXACT>
-__global__ void __launch_bounds__(forward_most_threads<real, EXACT>)
+__global__ void __launch_bounds__(forward_most_threads)
     wkv6_forward_recurrent(const __grid_constant__ forward_arguments a) {
   const unsigned slice = block_index() % a.slices, head = block_index() / a.slices;
   const int64_t column = static_cast<int64_t>(slice) * a.columns, left = a.p.V - column;

@@ -15,9 +15,10 @@ from torch.autograd.function import once_differentiable
 from . import _native
 
 # Tokens from one saved state to the next. A trade: the saved states take K * V / CHECKPOINT numbers a token and head,
-# and the backward pass recomputes this many states at a time. The operators take it as an argument (0: save none), so
-# that no graph compiled with one value meets a library with another.
-CHECKPOINT = 64
+# and the backward pass recomputes this many states at a time: as many as stay in a CPU's nearest cache, or in the
+# registers of a CUDA block. The operators take it as an argument (0: save none), so that no graph compiled with one
+# value meets a library with another.
+CHECKPOINT = {"cpu": 64, "cuda": 16}
 
 _NO_DOUBLE_BACKWARD = (
     "rwkv6_ops: the operator has first derivatives only; it was asked for a derivative of its gradients"
@@ -92,7 +93,7 @@ def _forward_kernel(
     o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
     outputs = (o, final_state, checkpoints)
     flags = _flags(reverse, raw_decay)
-    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT)
+    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT[r.device.type])
     return outputs
 
 
@@ -102,7 +103,7 @@ def _backward_kernel(
     checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
     if not checkpoint:  # the forward pass was told of no gradient and saved nothing
-        checkpoint = CHECKPOINT
+        checkpoint = CHECKPOINT[r.device.type]
         *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, checkpoint)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
@@ -209,7 +210,7 @@ class _EagerWKV6(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-        options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT)
+        options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT[r.device.type])
         inputs = (r, k, v, w, u, initial_state, cu_seqlens, *options)
         output = _forward_kernel(*inputs)
         _save(ctx, inputs, output)
@@ -293,10 +294,11 @@ def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_fina
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
     options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
+    checkpoint = CHECKPOINT[r.device.type]
     if not _compiling() and _transforms() is not None:
-        o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, CHECKPOINT)
+        o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, checkpoint)
     else:
-        o, final_state, _ = _forward_op(*tensors, *options, CHECKPOINT if needs_gradient(*tensors) else 0)
+        o, final_state, _ = _forward_op(*tensors, *options, checkpoint if needs_gradient(*tensors) else 0)
     return o, final_state if output_final_state else None
 
 
