@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nvcc makes of the CUDA kernels: no warning, nothing spilled, no local memory, registers within their budget.
+
+The budgets are what the kernels take plus a little; with the threads of a block they say how many blocks a
+multiprocessor holds. Needs nvcc, no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NVCC = shutil.which("nvcc", path=f"{os.environ['CUDA_HOME']}/bin") if "CUDA_HOME" in os.environ else shutil.which("nvcc")
+ARCHITECTURE = os.environ.get("RWKV6_OPS_TEST_ARCH", "80")
+
+# Kernel and template arguments as they are mangled: (registers, threads of a usual block, blocks a multiprocessor holds)
+BUDGETS = {
+    "wkv6_forward_recurrentIfLi8ELi4ELb1EE": (128, 64, 8),  # K = 32
+    "wkv6_forward_recurrentIfLi8ELi8ELb1EE": (128, 128, 4),  # K = 64
+    "wkv6_forward_recurrentIfLi8ELi16ELb1EE": (128, 256, 2),  # K = 128
+    "wkv6_forward_recurrentIfLi8ELi8ELb0EE": (152, 128, 3),  # any other K
+    "wkv6_forward_recurrentIdLi4ELi16ELb0EE": (192, 256, 1),  # float64
+    "wkv6_backward_recurrentIfLi8ELi4ELi8ELi2ELb1EE": (248, 64, 4),  # V = 32
+    "wkv6_backward_recurrentIfLi8ELi8ELi8ELi2ELb1EE": (248, 256, 1),  # V = 64
+    "wkv6_backward_recurrentIfLi8ELi16ELi8ELi2ELb1EE": (248, 256, 1),  # V = 128
+    "wkv6_backward_recurrentIfLi8ELi8ELi2ELi2ELb0EE": (168, 256, 1),  # any other V
+    "wkv6_backward_recurrentIdLi4ELi16ELi2ELi2ELb0EE": (168, 256, 1),  # float64
+    "wkv6_step_recurrentIfE": (48, 256, 5),
+    "wkv6_step_recurrentIdE": (56, 256, 4),
+    "wkv6_grad_uIfE": (40, 256, 6),
+    "wkv6_grad_uIdE": (40, 256, 6),
+}
+
+
+def nvcc_flags() -> list[str]:
+    """Those of setup.py, so that this compiles what is shipped."""
+    text = (ROOT / "setup.py").read_text()
+    namespace: dict[str, list[str]] = {}
+    exec(re.search(r"^NVCC_FLAGS = \[.*?^\]", text, re.S | re.M).group(), namespace)
+    return namespace["NVCC_FLAGS"]
+
+
+@pytest.fixture(scope="module")
+def resources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Registers of each kernel. Compiling is a test of its own: the flags make errors of warnings and of spills."""
+    if NVCC is None:
+        pytest.skip("no nvcc: the CUDA library was not compiled")
+    output = tmp_path_factory.mktemp("nvcc") / "launch.o"
+    code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
+    command = [NVCC, *nvcc_flags(), "-Xptxas=-v", code, "-c", "-o", output, ROOT / "cuda" / "launch.cu"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    report = re.findall(r"entry function '_Z\d+(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", run.stderr, re.S)
+    assert all(int(spilled) == 0 for _, spilled, _ in report)
+    return {name: int(registers) for name, _, registers in report}
+
+
+def blocks_a_multiprocessor(registers: int, threads: int) -> int:
+    """As the CUDA occupancy calculator has it for compute capability 8.0 to 12.0: 65536 registers, 8 a thread at a time."""
+    of_warp = -(-registers // 8) * 8 * 32
+    return 65536 // of_warp // (threads // 32)
+
+
+def test_every_kernel_has_a_budget(resources: dict[str, int]):
+    assert {name for name in BUDGETS if not any(kernel.startswith(name) for kernel in resources)} == set()
+    assert {kernel for kernel in resources if not any(kernel.startswith(name) for name in BUDGETS)} == set()
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_registers_and_occupancy_are_within_budget(name: str, resources: dict[str, int]):
+    most, threads, blocks = BUDGETS[name]
+    (registers,) = (count for kernel, count in resources.items() if kernel.startswith(name))
+    assert registers <= most
+    assert blocks_a_multiprocessor(registers, threads) >= blocks
+
+
+def test_budgets_agree_with_themselves():
+    assert {name: blocks_a_multiprocessor(most, threads) for name, (most, threads, _) in BUDGETS.items()} == {
+        name: blocks for name, (_, _, blocks) in BUDGETS.items()
+    }
+
+
+def test_architecture_list_is_read_as_pytorch_writes_it():
+    text = (ROOT / "setup.py").read_text()
+    namespace: dict[str, object] = {}
+    exec(re.search(r"^def code_flags.*?^    return flags$", text, re.S | re.M).group(), namespace)
+    sm80, sm90 = "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"
+    assert namespace["code_flags"]("8.0;9.0+PTX") == [sm80, sm90, "-gencode=arch=compute_90,code=compute_90"]
+    assert namespace["code_flags"]("8.0 9.0") == [sm80, sm90]
