@@ -1,4 +1,4 @@
-# What one does here, each in a word: make demo | test | lint | format | bench | build | clean.
+# What one does here, each in a word: make demo | test | lint | format | bench | build | gpu | mutate | clean.
 # Needs GNU make, a C compiler (gcc or clang) and Python >= 3.11 with venv and its C headers; pip brings the rest into .venv.
 
 PYTHON ?= python3
@@ -10,9 +10,10 @@ INSTALL := $(PIP) install --quiet -c constraints.txt
 
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h)
-C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h)
+C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h tests/native/*.cpp) \
+           $(wildcard cuda/*.h cuda/*.cu cuda/*.cuh cuda/host_emulation/*)
 
-.PHONY: help venv install demo test lint format bench build clean
+.PHONY: help venv install demo test lint format bench build gpu mutate clean
 help:
 	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
 
@@ -65,6 +66,14 @@ format: venv
 # dist/: the source archive, and the wheel built from it.
 build: venv
 	$(BIN)/python -m build
+
+# All that can be shown of the CUDA kernels, on a machine with a GPU: tools/gpu.sh says what.
+gpu: install
+	PYTHON=$(abspath $(BIN))/python tools/gpu.sh
+
+# Does the emulated device notice broken CUDA kernels? Half an hour; needs clang++-19.
+mutate:
+	$(PYTHON) tests/native/cuda_mutate.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info rwkv6_ops/*.so .pytest_cache .ruff_cache .hypothesis demo.png demo.csv

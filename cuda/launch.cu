@@ -140,8 +140,7 @@ wkv6_problem adjoint_of(const wkv6_problem &p) {
 bool present(const wkv6_tensor &x) { return x.dtype != WKV6_ABSENT; }
 
 /* The largest K of a recurrence and the largest V of the gradients of the keys: what the warps of one block hold. */
-template <typename real>
-constexpr int most_k = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * forward_most_threads / warp_size;
+template <typename real> constexpr int most_k = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * forward_most_threads / warp_size;
 template <typename real>
 constexpr int most_v = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * backward_most_threads<false> / warp_size;
 

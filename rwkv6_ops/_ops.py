@@ -93,7 +93,9 @@ def _forward_kernel(
     o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
     outputs = (o, final_state, checkpoints)
     flags = _flags(reverse, raw_decay)
-    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT[r.device.type])
+    _native.forward(
+        r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT[r.device.type]
+    )
     return outputs
 
 

@@ -15,14 +15,21 @@ import torch
 
 from rwkv6_ops import _native
 
+_DEVICES = ("cuda-emulated", "cuda") if torch.cuda.is_available() else ("cuda-emulated",)
 
-@pytest.fixture(params=(*_native.isas(), "cuda-emulated"))
+
+@pytest.fixture(params=(*_native.isas(), *_DEVICES))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once on each instruction set of this machine, and with the CUDA kernels on an emulated device."""
+    """Run the test once on each instruction set of this machine, and with the CUDA kernels: on an emulated device, and
+    on a GPU where there is one (then it is torch's default device, on which the test makes its tensors)."""
     if request.param == "cuda-emulated":
         _native.use_cuda_emulation(request.getfixturevalue("emulated_cuda"))
         yield request.param
         _native.use_cuda_emulation(None)
+    elif request.param == "cuda":
+        torch.set_default_device("cuda")
+        yield request.param
+        torch.set_default_device(None)
     else:
         previous = _native.use_isa(request.param)
         yield request.param

@@ -11,15 +11,17 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
-NVCC = shutil.which("nvcc", path=f"{os.environ['CUDA_HOME']}/bin") if "CUDA_HOME" in os.environ else shutil.which("nvcc")
+NVCC = shutil.which("nvcc", path=os.path.join(os.environ["CUDA_HOME"], "bin") if "CUDA_HOME" in os.environ else None)
 ARCHITECTURE = os.environ.get("RWKV6_OPS_TEST_ARCH", "80")
 
-# Kernel and template arguments as they are mangled: (registers, threads of a usual block, blocks a multiprocessor holds)
+# Kernel and template arguments, mangled: (registers, threads of a usual block, blocks that a multiprocessor holds)
 BUDGETS = {
     "wkv6_forward_recurrentIfLi8ELi4ELb1EE": (128, 64, 8),  # K = 32
     "wkv6_forward_recurrentIfLi8ELi8ELb1EE": (128, 128, 4),  # K = 64
@@ -47,22 +49,30 @@ def nvcc_flags() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def resources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Registers of each kernel. Compiling is a test of its own: the flags make errors of warnings and of spills."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The library for one architecture, and what ptxas says of it. Warnings and spills are errors by the flags."""
     if NVCC is None:
         pytest.skip("no nvcc: the CUDA library was not compiled")
-    output = tmp_path_factory.mktemp("nvcc") / "launch.o"
+    output = tmp_path_factory.mktemp("nvcc") / "librwkv6_cuda.so"
     code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
-    command = [NVCC, *nvcc_flags(), "-Xptxas=-v", code, "-c", "-o", output, ROOT / "cuda" / "launch.cu"]
+    host = ["-shared", "-cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    command = [NVCC, *nvcc_flags(), *host, "-Xptxas=-v", code, "-o", output, ROOT / "cuda" / "launch.cu"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
-    report = re.findall(r"entry function '_Z\d+(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", run.stderr, re.S)
+    return output, run.stderr
+
+
+@pytest.fixture(scope="module")
+def resources(library: tuple[Path, str]) -> dict[str, int]:
+    """Registers of each kernel."""
+    entry = r"entry function '_Z\d+(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    report = re.findall(entry, library[1], re.S)
     assert all(int(spilled) == 0 for _, spilled, _ in report)
     return {name: int(registers) for name, _, registers in report}
 
 
 def blocks_a_multiprocessor(registers: int, threads: int) -> int:
-    """As the CUDA occupancy calculator has it for compute capability 8.0 to 12.0: 65536 registers, 8 a thread at a time."""
+    """As the CUDA occupancy calculator has it from compute capability 8.0 on: 65536 registers, 8 a thread at a time."""
     of_warp = -(-registers // 8) * 8 * 32
     return 65536 // of_warp // (threads // 32)
 
@@ -93,3 +103,24 @@ def test_architecture_list_is_read_as_pytorch_writes_it():
     sm80, sm90 = "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"
     assert namespace["code_flags"]("8.0;9.0+PTX") == [sm80, sm90, "-gencode=arch=compute_90,code=compute_90"]
     assert namespace["code_flags"]("8.0 9.0") == [sm80, sm90]
+
+
+def test_library_exports_its_c_api_and_nothing_else(library: tuple[Path, str]):
+    if not shutil.which("nm"):
+        pytest.skip("no nm: the library's symbols were not looked at")
+    symbols = subprocess.run(["nm", "-D", "--defined-only", library[0]], capture_output=True, text=True, check=True)
+    names = {line.split()[-1] for line in symbols.stdout.splitlines()}
+    api = {"forward", "backward", "step", "error", "problem_bytes"}
+    assert {name for name in names if "wkv6" in name} == {f"wkv6_cuda_{name}" for name in api}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA driver: its absence was not tried")
+def test_without_a_driver_a_call_is_an_error_not_a_crash(library: tuple[Path, str], python: Callable):
+    run = python(
+        "import ctypes, sys; cuda = ctypes.CDLL(sys.argv[1]); cuda.wkv6_cuda_error.restype = ctypes.c_char_p;"
+        "problem = ctypes.create_string_buffer(cuda.wkv6_cuda_problem_bytes());"
+        "print(cuda.wkv6_cuda_step(problem, 0, None), cuda.wkv6_cuda_error().decode())",
+        str(library[0]),
+    )
+    assert run.stdout.startswith("4 cudaGetDevice: "), run.stdout + run.stderr
+    assert "driver" in run.stdout

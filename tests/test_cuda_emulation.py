@@ -11,7 +11,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -110,7 +109,9 @@ def test_shared_memory_is_read_without_bank_conflicts(
 
 @pytest.mark.parametrize("setting", [(b"multiprocessors", 1), (b"multiprocessors", 200), (b"shared_bytes", 48 << 10)])
 @pytest.mark.parametrize("sizes", [(64, 64), (100, 70)])
-def test_results_do_not_depend_on_the_device(setting: tuple[bytes, int], sizes: tuple[int, int], emulation: ctypes.CDLL):
+def test_results_do_not_depend_on_the_device(
+    setting: tuple[bytes, int], sizes: tuple[int, int], emulation: ctypes.CDLL
+):
     """However many blocks share a head, and however many tokens a block has room for."""
     p = make(Case("device", B=1, T=40, H=1, K=sizes[0], V=sizes[1]))
     want = answer(rwkv6_ops.wkv6, p)
@@ -146,9 +147,9 @@ def test_a_device_with_too_little_shared_memory_is_an_error_not_a_crash(emulatio
         call(rwkv6_ops.wkv6, p, inputs(p))
 
 
-def test_a_library_that_is_not_there_is_an_error(tmp_path: Path):
+def test_a_library_that_is_not_there_is_an_error(tmp_path: Path, python: Callable):
     code = "import sys; from rwkv6_ops import _native; _native.use_cuda_emulation(sys.argv[1])"
-    run = subprocess.run([sys.executable, "-c", code, tmp_path / "none.so"], capture_output=True, text=True)
+    run = python(code, str(tmp_path / "none.so"))
     assert run.returncode == 1
     assert "OSError" in run.stderr
     assert "none.so" in run.stderr

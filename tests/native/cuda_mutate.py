@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaks the CUDA kernels one way at a time and sees whether the tests notice: `make mutate`, or this with PART of a name.
+"""Breaks the CUDA kernels one way at a time and sees whether the tests notice: `make mutate`.
 
 Each barrier, wait and commit is deleted in turn; EDITS are mistakes that someone could make. A mutant counts as caught
 when the native driver fails, by itself in three orders of execution or under a sanitizer. Needs clang++-19.
+An argument chooses the mutants whose names contain it.
 """
 
 from __future__ import annotations
@@ -33,28 +34,48 @@ EDITS = (
     ("tokens.cuh", "p.cu_seqlens ? 0 : n,", "n,", "sequence n looked for in batch row n"),
     ("recurrent_forward.cuh", "t * a.columns + first_column, v", "t * a.columns, v", "v of another column"),
     ("recurrent_forward.cuh", "if (row_lane < 4)", "if (row_lane < 3)", "one sum is not written"),
-    ("recurrent_forward.cuh", "until_checkpoint = a.p.segment - 1;", "until_checkpoint = a.p.segment;", "checkpoints drift"),
+    (
+        "recurrent_forward.cuh",
+        "until_checkpoint = a.p.segment - 1;",
+        "until_checkpoint = a.p.segment;",
+        "checkpoints drift",
+    ),
     ("recurrent_forward.cuh", "b.p.K; }", "b.p.K + 1; }", "a row beyond K is live"),
-    ("recurrent_forward.cuh", "(warp * a.tile + i) * columns", "(warp * a.tile) * columns", "sums of the first token"),
+    ("recurrent_forward.cuh", "(warp * a.tile + i) * columns", "(warp * a.tile) * columns", "token 0's sums"),
     ("recurrent_forward.cuh", "a.scale_enters ? 1 : scale", "scale", "scale twice in dv"),
     ("recurrent_forward.cuh", "if (c >= width) return;", "", "columns beyond V are stored"),
-    ("recurrent_forward.cuh", "thread.store_final();", "if (length > 0) thread.store_final();", "no state without tokens"),
+    ("recurrent_forward.cuh", "thread.store_final();", "if (length > 0) thread.store_final();", "no state at T = 0"),
     ("recurrent_forward.cuh", "= 0; /* read by the same thread */", ";", "rests start as they happen to be"),
-    ("recurrent_backward.cuh", "now.target > 0 ?", "now.target > 1 ?", "the first tile of a segment is left out"),
-    ("recurrent_backward.cuh", "if (!now.replays()) shared[a.rest + i] = rest;", "shared[a.rest + i] = rest;", "replays spoil the rests"),
+    ("recurrent_backward.cuh", "now.target > 0 ?", "now.target > 1 ?", "a tile is left out"),
+    (
+        "recurrent_backward.cuh",
+        "if (!now.replays()) shared[a.rest + i] = rest;",
+        "shared[a.rest + i] = rest;",
+        "spoilt rests",
+    ),
     ("recurrent_backward.cuh", "first + t < count) forward", "first + t <= count) forward", "a token too many"),
-    ("recurrent_backward.cuh", "first + t < count) walk_back", "first + t <= count) walk_back", "G walks over a token too many"),
+    ("recurrent_backward.cuh", "first + t < count) walk_back", "first + t <= count) walk_back", "a token too many"),
     ("recurrent_backward.cuh", "row_warp == 0) to", "row_warp == 1) to", "v . do is not written"),
     ("recurrent_backward.cuh", "b.p.V; }", "b.p.V + 1; }", "a column beyond V is live"),
-    ("recurrent_backward.cuh", "if (column_lane >= 8) continue;", "", "lanes write sums that are not theirs"),
+    ("recurrent_backward.cuh", "if (column_lane >= 8) continue;", "", "lanes write others' sums"),
     ("recurrent_backward.cuh", "n += grad_u_warps", "n += grad_u_warps + 1", "sequences are left out of du"),
     ("recurrent_backward.cuh", "if (row >= width) continue;", "", "rows beyond K are stored"),
     ("recurrent_backward.cuh", "(b.s.n * a.p.H + b.s.h) * a.p.K", "b.s.h * a.p.K", "sequences share their part of du"),
-    ("recurrent_backward.cuh", "a.sums = a.grad_u_low + a.rows;", "a.sums = a.grad_u_low;", "two shared arrays overlap"),
+    (
+        "recurrent_backward.cuh",
+        "a.sums = a.grad_u_low + a.rows;",
+        "a.sums = a.grad_u_low;",
+        "two shared arrays overlap",
+    ),
     ("recurrent_step.cuh", "other < step_warps", "other < step_warps - 1", "the last warp's sum is left out"),
     ("recurrent_step.cuh", "if (column >= p.V) continue;", "", "columns beyond V are updated"),
     ("launch.cu", "q.flags ^= WKV6_REVERSE;", "", "dv from the wrong end"),
-    ("launch.cu", "forward_layout(a, sizeof(real));\n  while", "forward_layout(a, sizeof(real)) - 16;\n  while", "too little memory"),
+    (
+        "launch.cu",
+        "forward_layout(a, sizeof(real));\n  while",
+        "forward_layout(a, sizeof(real)) - 16;\n  while",
+        "too little memory",
+    ),
 )
 
 
@@ -84,7 +105,12 @@ def caught_by(mutant: tuple[str, str, str]) -> str | None:
         shutil.copytree(CUDA, sources)
         shutil.copytree(CUDA.parent / "csrc", Path(folder) / "csrc")
         (sources / name).write_text(text)
-        environment = {"CXX": "clang++-19", **os.environ, "CUDA_SOURCES": str(sources), "ASAN_OPTIONS": "detect_leaks=0"}
+        environment = {
+            "CXX": "clang++-19",
+            **os.environ,
+            "CUDA_SOURCES": str(sources),
+            "ASAN_OPTIONS": "detect_leaks=0",
+        }
         for kind, order in RUNS:
             driver = Path(folder) / kind
             if not driver.exists():
