@@ -47,6 +47,17 @@ template <typename T> WKV6_DEVICE T shuffle_xor(T x, unsigned bits, EMULATION_SI
   return emulation::exchange(x, thread_index() % warp_size ^ bits, site);
 }
 
+/* Tensor cores: fragments from shared memory, and their product added to d. */
+WKV6_DEVICE void load_matrices(uint32_t (&to)[4], const void *row, EMULATION_SITE) {
+  emulation::load_matrices(to, row, false, site);
+}
+WKV6_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void *row, EMULATION_SITE) {
+  emulation::load_matrices(to, row, true, site);
+}
+WKV6_DEVICE void multiply_matrices(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], EMULATION_SITE) {
+  emulation::multiply_matrices(d, a, b, site);
+}
+
 WKV6_DEVICE void copy_async_16(void *shared, const void *global) { emulation::copy_async(shared, global, 16); }
 WKV6_DEVICE void copy_async_commit() { emulation::copy_commit(); }
 WKV6_DEVICE void copy_async_wait() { emulation::copy_wait(0); }
@@ -123,11 +134,30 @@ WKV6_DEVICE void block_barrier() { __syncthreads(); }
 
 template <typename T> WKV6_DEVICE T shuffle_xor(T x, unsigned bits) { return __shfl_xor_sync(0xffffffff, x, bits); }
 
+WKV6_DEVICE uint32_t shared_address(const void *shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+WKV6_DEVICE void load_matrices(uint32_t (&to)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+WKV6_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+WKV6_DEVICE void multiply_matrices(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 WKV6_DEVICE void copy_async_16(void *shared, const void *global) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global)
-      : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 WKV6_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 WKV6_DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }

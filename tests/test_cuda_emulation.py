@@ -155,6 +155,18 @@ def test_a_library_that_is_not_there_is_an_error(tmp_path: Path, python: Callabl
     assert "none.so" in run.stderr
 
 
+def test_emulated_matrix_instructions_have_the_layouts_of_the_ptx_isa(tmp_path: Path):
+    """Without a kernel between: fragments filled by the tables, and by ldmatrix, give the product of plain loops."""
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if not compiler:
+        pytest.skip("no C++ compiler: the layouts of ldmatrix and mma were not tried")
+    sources = [BUILD.parent / "cuda_fragments.cpp", BUILD.parents[2] / "cuda" / "host_emulation" / "emulator.cpp"]
+    flags = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-fno-strict-aliasing", "-DWKV6_EMULATE"]
+    subprocess.run([compiler, *flags, *sources, "-o", tmp_path / "fragments"], check=True)
+    run = subprocess.run([tmp_path / "fragments"], capture_output=True, text=True)
+    assert run.stdout == "0 of 128 elements wrong, 2 products\n"
+
+
 @pytest.mark.parametrize("kind", ["asan", "tsan", "msan"])
 def test_kernels_are_clean_under_a_sanitizer(kind: str, tmp_path: Path):
     """Bounds and undefined behaviour; missing barriers; memory that nobody has written."""

@@ -85,6 +85,66 @@ template <typename T> T exchange(T value, unsigned from, site site) {
   return value;
 }
 
+/* ldmatrix.x4: 8 x 8 matrices of 16-bit numbers, the address of row r of matrix m given by lane 8 m + r. Lane l
+ * receives, of each matrix, the two numbers from column 2 (l % 4) on of row l / 4; transposed, those of the transposed
+ * matrix. */
+inline void load_matrices(std::uint32_t (&to)[4], const void *row, bool transposed, site site) {
+  if (reinterpret_cast<std::uintptr_t>(row) % 16) fail("ldmatrix: a row is not aligned to 16 bytes");
+  slot mine = {};
+  std::memcpy(mine.bytes, &row, sizeof row);
+  publish(mine);
+  warp_barrier(false, site);
+  const std::uint16_t *rows[warp_size];
+  for (unsigned lane = 0; lane < warp_size; lane++) {
+    const slot theirs = receive(lane);
+    std::memcpy(&rows[lane], theirs.bytes, sizeof row);
+  }
+  end_exchange();
+  const unsigned lane = self().index % warp_size, i = lane / 4, j = lane % 4 * 2;
+  for (unsigned m = 0; m < 4; m++) {
+    const std::uint16_t *const *matrix = rows + 8 * m;
+    const std::uint32_t low = transposed ? matrix[j][i] : matrix[i][j];
+    to[m] = low | static_cast<std::uint32_t>(transposed ? matrix[j + 1][i] : matrix[i][j + 1]) << 16;
+  }
+}
+
+/* mma.m16n8k16, d += A B of bfloat16 with sums in float. Fragments as the PTX ISA has them, g = lane / 4, p = lane % 4:
+ * a[0..3] hold A at rows g, g + 8, g, g + 8 and columns 2p, 2p, 2p + 8, 2p + 8 (and the next column in the upper half),
+ * b[0..1] hold B at column g and rows 2p, 2p + 8 (and the next row), d[0..3] rows g, g, g + 8, g + 8, columns 2p, 2p
+ * + 1. */
+inline void multiply_matrices(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2], site site) {
+  const auto number = [](std::uint32_t word, unsigned upper) {
+    const std::uint32_t bits = upper ? word & 0xffff0000 : word << 16;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  };
+  std::uint32_t all[warp_size][6];
+  slot mine = {};
+  std::memcpy(mine.bytes, a, sizeof a);
+  std::memcpy(mine.bytes + sizeof a, b, sizeof b);
+  publish(mine);
+  warp_barrier(false, site);
+  for (unsigned lane = 0; lane < warp_size; lane++) {
+    const slot theirs = receive(lane);
+    std::memcpy(all[lane], theirs.bytes, sizeof all[lane]);
+  }
+  end_exchange();
+  count_mma();
+  const unsigned lane = self().index % warp_size;
+  for (unsigned i = 0; i < 4; i++) {
+    const unsigned row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + i % 2;
+    double sum = 0;
+    for (unsigned k = 0; k < 16; k++) {
+      const unsigned pair = k % 8 / 2;
+      const std::uint32_t of_a = all[row % 8 * 4 + pair][(row < 8 ? 0 : 1) + (k < 8 ? 0 : 2)];
+      const std::uint32_t of_b = all[column * 4 + pair][4 + (k < 8 ? 0 : 1)];
+      sum += static_cast<double>(number(of_a, k % 2)) * number(of_b, k % 2);
+    }
+    d[i] += static_cast<float>(sum);
+  }
+}
+
 /* Word by word: one access the sanitizers know about for each. */
 inline void copy_words(void *to, const void *from, unsigned bytes) {
   for (unsigned i = 0; i < bytes / 4; i++)
