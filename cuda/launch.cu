@@ -24,8 +24,8 @@ bool states_by_16(const wkv6_problem &p) {
   return p.V % 4 == 0 && reinterpret_cast<uintptr_t>(p.checkpoints.data) % 16 == 0;
 }
 
-/* Fewest warps of at most `most` that share out `size` (`of_warp` each) while `heads` heads still give every
- * multiprocessor two blocks. */
+/* How many warps of a block share out `size`, `of_warp` each: up to `most`, but fewer where `heads` heads would else
+ * give the multiprocessors less than two blocks each. */
 int64_t warps_for(int64_t most, int64_t size, int64_t of_warp, int64_t heads, const place &where) {
   int64_t warps = least(most, ceil_div(size, of_warp));
   while (warps > 1 && heads * ceil_div(size, warps * of_warp) < 2 * where.multiprocessors) warps = (warps + 1) / 2;
@@ -51,12 +51,13 @@ bool launch_forward_instance(const wkv6_problem &p, bool scale_enters, const pla
     a.tile /= 2;
     bytes = forward_layout(a, sizeof(real));
   }
-  return runtime::launch<&wkv6_forward_recurrent<real, ROWS, LANES, EXACT>>("wkv6_forward_recurrent",
-                                                                            static_cast<uint64_t>(p.N) * p.H * a.slices,
-                                                                            a.row_warps * a.column_warps * warp_size,
-                                                                            bytes,
-                                                                            where.stream,
-                                                                            a);
+  return runtime::launch<&wkv6_forward_recurrent<real, ROWS, LANES, EXACT>, forward_most_threads>(
+      "wkv6_forward_recurrent",
+      static_cast<uint64_t>(p.N) * p.H * a.slices,
+      a.row_warps * a.column_warps * warp_size,
+      bytes,
+      where.stream,
+      a);
 }
 
 bool launch_recurrence(const wkv6_problem &p, bool scale_enters, const place &where) {
@@ -76,7 +77,7 @@ bool launch_backward_instance(backward_arguments a, const place &where) {
   a.column_warps = static_cast<int>(ceil_div(p.V, COLUMNS * LANES));
   a.columns = a.column_warps * COLUMNS * LANES;
   a.row_warps = static_cast<int>(
-      warps_for(least(usual_warps, ceil_div(usual_warps, a.column_warps)), p.K, of_warp, p.N * p.H, where));
+      warps_for(usual_warps > a.column_warps ? usual_warps / a.column_warps : 1, p.K, of_warp, p.N * p.H, where));
   int bytes;
   for (;; a.row_warps = (a.row_warps + 1) / 2) {
     a.rows = a.row_warps * of_warp;
@@ -84,13 +85,13 @@ bool launch_backward_instance(backward_arguments a, const place &where) {
     bytes = backward_layout(a, HISTORY * PARTS, sizeof(real));
     if (bytes <= where.shared_bytes || a.row_warps == 1) break;
   }
-  return runtime::launch<&wkv6_backward_recurrent<real, COLUMNS, LANES, HISTORY, PARTS, EXACT>>(
-      "wkv6_backward_recurrent",
-      static_cast<uint64_t>(p.N) * p.H * a.slices,
-      a.row_warps * a.column_warps * warp_size,
-      bytes,
-      where.stream,
-      a);
+  return runtime::launch<&wkv6_backward_recurrent<real, COLUMNS, LANES, HISTORY, PARTS, EXACT>,
+                         backward_most_threads<EXACT>>("wkv6_backward_recurrent",
+                                                       static_cast<uint64_t>(p.N) * p.H * a.slices,
+                                                       a.row_warps * a.column_warps * warp_size,
+                                                       bytes,
+                                                       where.stream,
+                                                       a);
 }
 
 /* dr, dk, dw and the parts of du. */
@@ -108,8 +109,8 @@ bool launch_grad_u(const backward_arguments &a, const place &where) {
   constexpr int threads = grad_u_warps * warp_size, bytes = threads * sizeof(double);
   if (blocks == 0) return true;
   if (wkv6_is_double(&a.p))
-    return runtime::launch<&wkv6_grad_u<double>>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
-  return runtime::launch<&wkv6_grad_u<float>>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
+    return runtime::launch<&wkv6_grad_u<double>, threads>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
+  return runtime::launch<&wkv6_grad_u<float>, threads>("wkv6_grad_u", blocks, threads, bytes, where.stream, a);
 }
 
 bool launch_step(const wkv6_problem &p, const wkv6_tensor &from, const place &where) {
@@ -117,9 +118,9 @@ bool launch_step(const wkv6_problem &p, const wkv6_tensor &from, const place &wh
   const step_arguments a = {p, from};
   if (blocks == 0) return true;
   if (wkv6_is_double(&p))
-    return runtime::launch<&wkv6_step_recurrent<double>>(
+    return runtime::launch<&wkv6_step_recurrent<double>, step_threads>(
         "wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<double>), where.stream, a);
-  return runtime::launch<&wkv6_step_recurrent<float>>(
+  return runtime::launch<&wkv6_step_recurrent<float>, step_threads>(
       "wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<float>), where.stream, a);
 }
 

@@ -38,8 +38,9 @@ inline bool limits(int, int &multiprocessors, int &shared_bytes) {
   return true;
 }
 
-template <auto kernel, typename arguments>
+template <auto kernel, int most_threads, typename arguments>
 bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, void *, const arguments &a) {
+  if (threads > most_threads) return fail("%s: %d threads, at most %d", name, threads, most_threads);
   const auto call = [](const void *x) { kernel(*static_cast<const arguments *>(x)); };
   const char *const why = emulation::launch(name, blocks, threads, shared_bytes, call, &a);
   return why ? fail("%s", why) : true;
@@ -73,9 +74,11 @@ inline bool limits(int device, int &multiprocessors, int &shared_bytes) {
                "cudaDeviceGetAttribute");
 }
 
-/* Puts a kernel on the stream. An error of an earlier call that nobody asked for is not taken for this one's. */
-template <auto kernel, typename arguments>
+/* Puts a kernel, of at most the threads of its launch bounds, on the stream. An error of an earlier call that nobody
+ * asked for is not taken for this one's. */
+template <auto kernel, int most_threads, typename arguments>
 bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, void *stream, const arguments &a) {
+  if (threads > most_threads) return fail("%s: %d threads, at most %d", name, threads, most_threads);
   if (blocks > 0x7fffffff)
     return fail("%s: %llu blocks, at most 2^31 - 1", name, static_cast<unsigned long long>(blocks));
   if (shared_bytes > 48 * 1024 &&

@@ -56,20 +56,21 @@ struct raw_rows {
   bool vector;
 };
 
-/* Whether rows of `width` channels, and parts of them that start at a multiple of 8 channels, can be copied 16 bytes at
- * a time. */
-inline bool copies_by_16(const wkv6_tensor &x, int64_t width) {
+/* Whether a slice of `width` channels, of rows that have `all` and from a multiple of `width` on, can be copied 16
+ * bytes at a time. */
+inline bool copies_by_16(const wkv6_tensor &x, int64_t all, int width) {
   const int bytes = element_bytes(x.dtype);
-  bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[3] == 1 && width * bytes % 16 == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[3] == 1;
+  aligned = aligned && all * bytes % 16 == 0 && width * bytes % 16 == 0;
   for (int d = 0; d < 3; d++) aligned = aligned && x.stride[d] * bytes % 16 == 0;
   return aligned;
 }
 
-/* Room for `tile` rows of up to `width` channels from `at` on; returns where the next may start. */
-inline int raw_layout(raw_rows &raw, const wkv6_tensor &x, int64_t all_channels, int width, int tile, int at) {
+/* Room for `tile` rows of such a slice from `at` on; returns where the next may start. */
+inline int raw_layout(raw_rows &raw, const wkv6_tensor &x, int64_t all, int width, int tile, int at) {
   raw.at = at;
   raw.pitch = x.dtype == WKV6_ABSENT ? 0 : (width * element_bytes(x.dtype) + 15) / 16 * 16;
-  raw.vector = x.dtype != WKV6_ABSENT && copies_by_16(x, all_channels);
+  raw.vector = x.dtype != WKV6_ABSENT && copies_by_16(x, all, width);
   return at + tile * raw.pitch;
 }
 

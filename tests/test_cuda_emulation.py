@@ -108,12 +108,12 @@ def test_shared_memory_is_read_without_bank_conflicts(
 
 
 @pytest.mark.parametrize("setting", [(b"multiprocessors", 1), (b"multiprocessors", 200), (b"shared_bytes", 48 << 10)])
-@pytest.mark.parametrize("sizes", [(64, 64), (100, 70)])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (100, 70)])
 def test_results_do_not_depend_on_the_device(
     setting: tuple[bytes, int], sizes: tuple[int, int], emulation: ctypes.CDLL
 ):
     """However many blocks share a head, and however many tokens a block has room for."""
-    p = make(Case("device", B=1, T=40, H=1, K=sizes[0], V=sizes[1]))
+    p = make(Case("device", B=1, T=40, H=1, K=sizes[0], V=sizes[1], dtypes="bf16 bf16 bf16 bf16 f32"))
     want = answer(rwkv6_ops.wkv6, p)
     emulation.wkv6_emulation_set(*setting)
     got = answer(rwkv6_ops.wkv6, p)
