@@ -42,7 +42,6 @@ EDITS = (
     ("recurrent_forward.cuh", "thread.store_final();", "if (length > 0) thread.store_final();", "no state at T = 0"),
     ("recurrent_forward.cuh", "= 0; /* read by the same thread */", "+= 0;", "rests start as they happen to be"),
     ("recurrent_backward.cuh", "now.target > 0 ?", "now.target > 1 ?", "a tile is left out"),
-    ("recurrent_backward.cuh", "first + t < count) forward", "first + t <= count) forward", "a token too many"),
     ("recurrent_backward.cuh", "first + t < count) walk_back", "first + t <= count) walk_back", "a token too many"),
     ("recurrent_backward.cuh", "row_warp == 0) to", "row_warp == 1) to", "v . do is not written"),
     ("recurrent_backward.cuh", "b.p.V; }", "b.p.V + 1; }", "a column beyond V is live"),
