@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -145,6 +146,7 @@ struct settings {
 
 settings how;
 std::vector<counters> counted;
+std::mutex counting; /* launches on several host threads */
 
 /* What one launch has under way. Thread-local: launches on different host threads do not meet. */
 struct running {
@@ -397,6 +399,7 @@ void add_counters(std::uint64_t blocks) {
                                               now.mma,
                                               now.shared_reads,
                                               now.conflicts};
+  const std::lock_guard<std::mutex> lock(counting);
   if (!find_counters(now.name)) counted.push_back({now.name, {}});
   counters &c = *find_counters(now.name);
   for (std::size_t i = 0; i < counter_count; i++) c.values[i] += values[i];
@@ -526,6 +529,7 @@ std::int64_t wkv6_emulation_set(const char *name, std::int64_t value) {
 }
 
 std::int64_t wkv6_emulation_counter(const char *kernel, const char *name) {
+  const std::lock_guard<std::mutex> lock(emulation::counting);
   const emulation::counters *const c = emulation::find_counters(kernel);
   for (std::size_t i = 0; i < emulation::counter_count; i++)
     if (!std::strcmp(emulation::counter_names[i], name)) return c ? c->values[i] : 0;

@@ -287,7 +287,7 @@ vector<problem> problems() {
       {"no sequence", 0, 4, 2, 32, 32, 16, "ffffff", "i", {}, 4},
       {"one token", 2, 1, 2, 64, 64, 16, "ffffff", "i", {}, 4},
       {"one token, odd", 1, 1, 2, 300, 40, 16, "hfbfff", "wrs", {}, 4},
-      {"many heads", 3, 3, 5, 4, 4, 16, "ffffff", "i", {}, 4},
+      {"many sequences", 20, 3, 2, 4, 4, 16, "ffffff", "i", {}, 4},
       /* gradients of some outputs, for some inputs */
       {"only o", 1, 20, 1, 32, 32, 16, "ffffff", "io", {}, 4},
       {"only final state", 1, 20, 1, 64, 64, 16, "ffffff", "if-", {}, 4},
