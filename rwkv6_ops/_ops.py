@@ -47,6 +47,10 @@ _library.define(
 )
 
 
+def _checkpoint(r: Tensor) -> int:
+    return CHECKPOINT.get(r.device.type, CHECKPOINT["cpu"])  # tensors on the meta device have shapes alone
+
+
 def _flags(reverse: bool, raw_decay: bool) -> int:
     return (_native.REVERSE if reverse else 0) | (_native.RAW_DECAY if raw_decay else 0)
 
@@ -93,9 +97,7 @@ def _forward_kernel(
     o, final_state, checkpoints = _allocate_forward(r, v, cu_seqlens, output_final_state, checkpoint)
     outputs = (o, final_state, checkpoints)
     flags = _flags(reverse, raw_decay)
-    _native.forward(
-        r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or CHECKPOINT[r.device.type]
-    )
+    _native.forward(r, k, v, w, u, initial_state, *outputs, cu_seqlens, scale, flags, checkpoint or _checkpoint(r))
     return outputs
 
 
@@ -105,7 +107,7 @@ def _backward_kernel(
     checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
     if not checkpoint:  # the forward pass was told of no gradient and saved nothing
-        checkpoint = CHECKPOINT[r.device.type]
+        checkpoint = _checkpoint(r)
         *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, checkpoint)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
@@ -212,7 +214,7 @@ class _EagerWKV6(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay):
-        options = (scale, output_final_state, reverse, raw_decay, CHECKPOINT[r.device.type])
+        options = (scale, output_final_state, reverse, raw_decay, _checkpoint(r))
         inputs = (r, k, v, w, u, initial_state, cu_seqlens, *options)
         output = _forward_kernel(*inputs)
         _save(ctx, inputs, output)
@@ -296,7 +298,7 @@ def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_fina
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
     options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay)
-    checkpoint = CHECKPOINT[r.device.type]
+    checkpoint = _checkpoint(r)
     if not _compiling() and _transforms() is not None:
         o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, checkpoint)
     else:
