@@ -1,4 +1,5 @@
-# What one does here, each in a word: make demo | test | check-kernels | lint | format | bench | build | wheel | clean.
+# What one does here, each in a word: make demo | test | check-kernels | lint | format | bench | build | wheel | gpu | mutate |
+# clean.
 # Needs GNU make, a C compiler (gcc or clang) and Python >= 3.11 with venv and its C headers; pip brings the rest into .venv.
 
 PYTHON ?= python3
@@ -10,9 +11,10 @@ INSTALL := $(PIP) install --quiet -c constraints.txt
 
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h)
-C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h)
+C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h tests/native/*.cpp) \
+           $(wildcard cuda/*.h cuda/*.cu cuda/*.cuh cuda/host_emulation/*)
 
-.PHONY: help venv install demo test check-kernels lint format bench build wheel clean
+.PHONY: help venv install demo test check-kernels lint format bench build wheel gpu mutate clean
 help:
 	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
 
@@ -23,8 +25,10 @@ $(VENV)/tools.stamp: constraints.txt
 	$(INSTALL) torch numpy pytest hypothesis ruff clang-format clang-tidy build
 	touch $@
 
-# Editable: Python files count at once, C files with the next make.
+# Editable: Python files count at once, C files with the next make. CUDA kernels take minutes to compile and are of no use
+# without a GPU, so they are built when asked for: make RWKV6_OPS_CUDA=1 install (or: make gpu).
 install: $(VENV)/install.stamp
+$(VENV)/install.stamp: export RWKV6_OPS_CUDA ?= 0
 $(VENV)/install.stamp: $(VENV)/tools.stamp setup.py pyproject.toml $(SOURCES) $(HEADERS)
 	$(INSTALL) --no-deps -e .
 	touch $@
@@ -107,6 +111,14 @@ wheel: $(VENV)/wheel.stamp
 	venv/bin/python -c 'import rwkv6_ops, sys; assert rwkv6_ops.__file__.startswith(sys.prefix)'; \
 	venv/bin/python -m pytest -q tests/test_forward.py tests/test_gradients.py tests/test_state.py tests/test_compat.py
 	@ls -l dist/*.whl
+
+# All that can be shown of the CUDA kernels, on a machine with a GPU: tools/gpu.sh says what.
+gpu: install
+	PYTHON=$(abspath $(BIN))/python tools/gpu.sh
+
+# Does the emulated device notice broken CUDA kernels? Half an hour; needs clang++-19.
+mutate:
+	$(PYTHON) tests/native/cuda_mutate.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info rwkv6_ops/*.so .pytest_cache .ruff_cache .hypothesis demo.png demo.csv

@@ -9,6 +9,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "cpu/wkv6_cpu.h"
+#include "cuda_library.h"
 #include "tensor_view.h"
 #include "wkv6_problem.h"
 
@@ -304,29 +305,46 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
 
 /* ---- Entry points ---- */
 
-static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *)) {
-  if (c->device.type != DL_CPU) {
-    PyErr_SetString(PyExc_NotImplementedError, "r: not on a CPU; this build of rwkv6_ops has kernels for the CPU only");
+/* Puts the problem on the CPU's kernels, or on those of CUDA. */
+static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *), size_t cuda_member) {
+  const wkv6_cuda_library *cuda = wkv6_cuda_emulated();
+  void *stream = NULL;
+  if (c->device.type == DL_CUDA) {
+    const char *why;
+    cuda = wkv6_cuda_library_open(&why);
+    if (!cuda) {
+      PyErr_Format(PyExc_RuntimeError, "r: on CUDA, but this build of rwkv6_ops has no CUDA kernels: %s", why);
+      return NULL;
+    }
+    if (c->state->exchange->current_stream(DL_CUDA, c->device.id, &stream)) return NULL;
+  } else if (c->device.type != DL_CPU) {
+    PyErr_SetString(PyExc_NotImplementedError, "r: neither on a CPU nor on CUDA: rwkv6_ops has no kernels there");
     return NULL;
   }
+  wkv6_cuda_function *const kernel =
+      cuda ? *(wkv6_cuda_function *const *)((const char *)cuda + cuda_member) : NULL;
   wkv6_status status;
   Py_BEGIN_ALLOW_THREADS
-  status = cpu(&c->problem);
+  status = kernel ? kernel(&c->problem, c->device.id, stream) : cpu(&c->problem);
   Py_END_ALLOW_THREADS
-  if (status == WKV6_E_MEMORY) return PyErr_NoMemory();
-  Py_RETURN_NONE;
+  switch (status) {
+  case WKV6_OK: Py_RETURN_NONE;
+  case WKV6_E_MEMORY: return PyErr_NoMemory();
+  case WKV6_E_SIZE: PyErr_SetString(PyExc_NotImplementedError, cuda->error()); return NULL;
+  default: PyErr_Format(PyExc_RuntimeError, "rwkv6_ops on CUDA: %s", cuda->error()); return NULL;
+  }
 }
 
 static PyObject *native_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
   call c = {.state = PyModule_GetState(module)};
   if (read_call(&c, forward_arguments, COUNT(forward_arguments), args, count)) return NULL;
-  return launch(&c, wkv6_cpu_forward);
+  return launch(&c, wkv6_cpu_forward, offsetof(wkv6_cuda_library, forward));
 }
 
 static PyObject *native_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
   call c = {.state = PyModule_GetState(module)};
   if (read_call(&c, backward_arguments, COUNT(backward_arguments), args, count)) return NULL;
-  return launch(&c, wkv6_cpu_backward);
+  return launch(&c, wkv6_cpu_backward, offsetof(wkv6_cuda_library, backward));
 }
 
 static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -344,7 +362,7 @@ static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t
     PyErr_SetString(PyExc_TypeError, "out: expected the dtype of v");
     return NULL;
   }
-  return launch(&c, wkv6_cpu_step);
+  return launch(&c, wkv6_cpu_step, offsetof(wkv6_cuda_library, step));
 }
 
 static PyObject *isa_names(int runnable_only) {
@@ -395,6 +413,17 @@ static PyObject *native_use_isa(PyObject *module, PyObject *name) {
 
 /* ---- Module ---- */
 
+static PyObject *native_use_cuda_emulation(PyObject *module, PyObject *path) {
+  (void)module;
+  PyObject *bytes = NULL;
+  const char *why;
+  if (path != Py_None && !PyUnicode_FSConverter(path, &bytes)) return NULL;
+  const int failed = wkv6_cuda_emulate(bytes ? PyBytes_AsString(bytes) : NULL, &why);
+  Py_XDECREF(bytes);
+  if (failed) return PyErr_Format(PyExc_OSError, "%s", why);
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(forward_doc, "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, cu_seqlens, scale, flags, segment)\n"
                           "Fills o and, unless None, final_state and checkpoints.");
 PyDoc_STRVAR(backward_doc,
@@ -406,6 +435,8 @@ PyDoc_STRVAR(isas_doc, "Names of the instruction sets whose kernels run on this 
 PyDoc_STRVAR(isas_built_doc, "Names of the instruction sets that kernels were compiled for, best first.");
 PyDoc_STRVAR(isa_doc, "Name of the instruction set in use.");
 PyDoc_STRVAR(use_isa_doc, "use_isa(name): uses the kernels of that instruction set from now on; returns the name of the one before.");
+PyDoc_STRVAR(use_cuda_emulation_doc,
+             "use_cuda_emulation(path): for tests: CPU tensors go to the CUDA kernels of the emulated library there; None undoes it.");
 
 #define FASTCALL(function) (PyCFunction)(void (*)(void))(function)
 static PyMethodDef methods[] = {
@@ -416,6 +447,7 @@ static PyMethodDef methods[] = {
     {"isas_built", native_isas_built, METH_NOARGS, isas_built_doc},
     {"isa", native_isa, METH_NOARGS, isa_doc},
     {"use_isa", native_use_isa, METH_O, use_isa_doc},
+    {"use_cuda_emulation", native_use_cuda_emulation, METH_O, use_cuda_emulation_doc},
     {NULL, NULL, 0, NULL},
 };
 

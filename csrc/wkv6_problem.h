@@ -30,6 +30,7 @@ typedef enum wkv6_status {
   WKV6_E_CU_SEQLENS, /* does not start at 0, decreases, or does not end at T */
   WKV6_E_MEMORY,     /* no memory for scratch */
   WKV6_E_DEVICE,     /* the device's runtime reported an error */
+  WKV6_E_SIZE,       /* K or V beyond what the device's kernels take */
 } wkv6_status;
 
 /* A strided view. The dimensions are those of the shape noted beside each member of wkv6_problem. */

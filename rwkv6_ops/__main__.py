@@ -72,7 +72,7 @@ def kernels(B: int, T: int, H: int, K: int, V: int, dtype: str) -> Iterator[tupl
     yield "shape", f"B {B}, T {T}, H {H}, K {K}, V {V}, {dtype}"
     yield "CPU kernels", f"{algorithm}, {_native.isa()}, computing in {computed}"
     yield "units of work", f"{B * H} (sequence, head) for {torch.get_num_threads()} threads"
-    saved = B * T // rwkv6_ops._ops.CHECKPOINT * H * K * V * (8 if computed == "float64" else 4)
+    saved = B * T // rwkv6_ops._ops.CHECKPOINT["cpu"] * H * K * V * (8 if computed == "float64" else 4)
     yield "saved for backward", f"{saved / 1e6:.1f} MB of states, beyond the inputs"
 
 

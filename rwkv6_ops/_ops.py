@@ -14,9 +14,10 @@ from torch import Tensor
 from . import _native
 
 # Tokens from one saved state to the next. A trade: the saved states take K * V / CHECKPOINT numbers a token and head,
-# and the backward pass recomputes this many states at a time. The operators take it as an argument (0: save none), so
-# that no graph compiled with one value meets a library with another.
-CHECKPOINT = 64
+# and the backward pass recomputes this many states at a time: as many as stay in a CPU's nearest cache, or in the
+# registers of a CUDA block. The operators take it as an argument (0: save none), so that no graph compiled with one
+# value meets a library with another.
+CHECKPOINT = {"cpu": 64, "cuda": 16}
 
 _NO_DOUBLE_BACKWARD = (
     "rwkv6_ops: the operator has first derivatives only; it was asked for a derivative of its gradients"
@@ -52,6 +53,10 @@ _library.define(
 
 
 _ALGORITHMS = {"auto": 0, "recurrent": _native.RECURRENT, "chunk": _native.CHUNK}
+
+
+def _checkpoint(r: Tensor) -> int:
+    return CHECKPOINT.get(r.device.type, CHECKPOINT["cpu"])  # tensors on the meta device have shapes alone
 
 
 def _flags(reverse: bool, raw_decay: bool, algorithm: str = "auto") -> int:
@@ -123,7 +128,7 @@ def _forward_kernel(
     o, final, saved = outputs = _allocate_forward(
         r, v, initial_state, cu_seqlens, output_final_state, checkpoint, spare
     )
-    flags, checkpoint = _flags(reverse, raw_decay, algorithm), checkpoint or CHECKPOINT
+    flags, checkpoint = _flags(reverse, raw_decay, algorithm), checkpoint or _checkpoint(r)
     _native_forward(r, k, v, w, u, initial_state, o, final, saved, cu_seqlens, scale, flags, checkpoint)
     return outputs
 
@@ -134,7 +139,7 @@ def _backward_kernel(
     algorithm, checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
     if not checkpoint:  # the forward pass was told of no gradient and saved nothing
-        checkpoint = CHECKPOINT
+        checkpoint = _checkpoint(r)
         *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, algorithm, checkpoint)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
@@ -327,10 +332,11 @@ class _EagerWKV6(torch.autograd.Function):
     def forward(
         ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm
     ):
-        options = (scale, output_final_state, reverse, raw_decay, algorithm, CHECKPOINT)
+        checkpoint = _checkpoint(r)
+        options = (scale, output_final_state, reverse, raw_decay, algorithm, checkpoint)
         o, final_state, saved = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, *options)
         ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, saved)
-        ctx.options = (scale, reverse, raw_decay, algorithm, CHECKPOINT)
+        ctx.options = (scale, reverse, raw_decay, algorithm, checkpoint)
         ctx.set_materialize_grads(False)
         return (o, final_state) if output_final_state else o
 
@@ -429,7 +435,7 @@ def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_sta
     o = _empty_like(v, memory_format=_contiguous_format)
     final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
     flags = _flags(reverse, raw_decay, algorithm)
-    _native_forward(r, k, v, w, u, initial_state, o, final_state, None, cu_seqlens, scale, flags, CHECKPOINT)
+    _native_forward(r, k, v, w, u, initial_state, o, final_state, None, cu_seqlens, scale, flags, CHECKPOINT["cpu"])
     return o, final_state
 
 
@@ -439,10 +445,11 @@ def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_fina
     options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay, algorithm)
     if not _compiling() and _forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
+    checkpoint = _checkpoint(r)
     if not _compiling() and _transforms() is not None:
-        o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, CHECKPOINT)
+        o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, checkpoint)
     else:
-        o, final_state, _ = _forward_op(*tensors, *options, CHECKPOINT if needs_gradient(*tensors) else 0)
+        o, final_state, _ = _forward_op(*tensors, *options, checkpoint if needs_gradient(*tensors) else 0)
     return o, final_state if output_final_state else None
 
 

@@ -112,8 +112,9 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     return x.contiguous()
 
 
-def make(case: Case, device: str | torch.device = "cpu") -> Problem:
-    """The tensors of `case`, the same in every run."""
+def make(case: Case, device: str | torch.device | None = None) -> Problem:
+    """The tensors of `case`, the same in every run and on every device; by default on torch's default device."""
+    device = torch.get_default_device() if device is None else device
     g = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
     r_type, k_type, v_type, w_type, u_type = (DTYPES[name] for name in case.dtypes.split())
     state_type = torch.float64 if r_type == torch.float64 else torch.float32
@@ -124,11 +125,13 @@ def make(case: Case, device: str | torch.device = "cpu") -> Problem:
     )
 
     def normal(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return lay_out(torch.randn(shape, generator=g).to(dtype), case.layout).to(device)
+        x = torch.randn(shape, generator=g, device="cpu")
+        return lay_out(x.to(device, dtype), case.layout)
 
     r, k, v, u = normal(keys, r_type), normal(keys, k_type), normal(values, v_type), normal(keys[2:], u_type)
-    w = log_decays(case.decays, keys, g)
-    w = lay_out((torch.log(-w) if case.raw else w).to(w_type), case.layout).to(device)
+    with torch.device("cpu"):
+        w = log_decays(case.decays, keys, g)
+    w = lay_out((torch.log(-w) if case.raw else w).to(device, w_type), case.layout)
     return Problem(
         *(r, k, v, w, u),
         initial_state=normal(states, state_type) if case.initial_state else None,

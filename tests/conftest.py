@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,15 +18,41 @@ from rwkv6_ops import _native, _ops
 # torch.compile keeps graphs on disk and does not notice when a custom operator behind them has changed.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
+_DEVICES = ("cuda-emulated", "cuda") if torch.cuda.is_available() else ("cuda-emulated",)
 
-@pytest.fixture(params=product(_native.isas(), ("recurrent", "chunk")), ids="-".join)
+_KERNELS = tuple(f"{name}-{algorithm}" for name in _native.isas() for algorithm in ("recurrent", "chunk"))
+
+
+@pytest.fixture(params=(*_KERNELS, *_DEVICES))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run the test with each algorithm, where it asks for none, on each instruction set that this machine has."""
-    name, algorithm = request.param
-    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _ops._ALGORITHMS[algorithm])
-    previous = _native.use_isa(name)
-    yield name
-    _native.use_isa(previous)
+    """Run the test with each algorithm, where it asks for none, on each instruction set of this machine; and with the
+    CUDA kernels: on an emulated device, and on a GPU where there is one (then it is torch's default device, on which the
+    test makes its tensors)."""
+    if request.param == "cuda-emulated":
+        _native.use_cuda_emulation(request.getfixturevalue("emulated_cuda"))
+        yield request.param
+        _native.use_cuda_emulation(None)
+    elif request.param == "cuda":
+        torch.set_default_device("cuda")
+        yield request.param
+        torch.set_default_device(None)
+    else:
+        name, algorithm = request.param.rsplit("-", 1)
+        monkeypatch.setitem(_ops._ALGORITHMS, "auto", _ops._ALGORITHMS[algorithm])
+        previous = _native.use_isa(name)
+        yield name
+        _native.use_isa(previous)
+
+
+@pytest.fixture(scope="session")
+def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CUDA kernels, compiled as C++ for the device of cuda/host_emulation."""
+    if not (os.environ.get("CXX") or shutil.which("c++")):
+        pytest.skip("no C++ compiler: the CUDA kernels were not run")
+    library = tmp_path_factory.mktemp("cuda") / "librwkv6_cuda_emulated.so"
+    build = Path(__file__).parent / "native" / "cuda_build.sh"
+    subprocess.run(["bash", build, "library", library], check=True)
+    return library
 
 
 @pytest.fixture(autouse=True)

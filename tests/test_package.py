@@ -67,7 +67,9 @@ def test_the_source_archive_holds_every_source_and_no_binary(tmp_path: Path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as members:
         names = {name.split("/", 1)[1] for name in members.getnames() if "/" in name}
-    wanted = [p for p in copy.rglob("*") if p.is_file() and p.relative_to(copy).parts[0] in ("csrc", "rwkv6_ops")]
+    wanted = [
+        p for p in copy.rglob("*") if p.is_file() and p.relative_to(copy).parts[0] in ("csrc", "cuda", "rwkv6_ops")
+    ]
     missing = {str(p.relative_to(copy)) for p in wanted if "egg-info" not in str(p)} - names
     assert not missing
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names

@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What launch.cu uses of the CUDA runtime, and its twin on the emulated device. Errors are kept as text for
+ * wkv6_cuda_error().
+ */
+#ifndef WKV6_RUNTIME_CUH
+#define WKV6_RUNTIME_CUH
+
+#include "device.cuh"
+
+#include <cstdarg>
+#include <cstdio>
+
+namespace runtime {
+
+inline thread_local char error[512] = "";
+
+/* Keeps the text, returns false. */
+__attribute__((format(printf, 1, 2))) inline bool fail(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(error, sizeof error, format, arguments);
+  va_end(arguments);
+  return false;
+}
+
+#if defined(WKV6_EMULATE)
+
+/* Makes `device` the current one for as long as it lives. */
+struct device_guard {
+  const bool ok = true;
+  explicit device_guard(int) {}
+};
+
+inline bool limits(int, int &multiprocessors, int &shared_bytes) {
+  multiprocessors = emulation::multiprocessors();
+  shared_bytes = static_cast<int>(emulation::most_shared_bytes());
+  return true;
+}
+
+template <auto kernel, int most_threads, typename arguments>
+bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, void *, const arguments &a) {
+  if (threads > most_threads) return fail("%s: %d threads, at most %d", name, threads, most_threads);
+  const auto call = [](const void *x) { kernel(*static_cast<const arguments *>(x)); };
+  const char *const why = emulation::launch(name, blocks, threads, shared_bytes, call, &a);
+  return why ? fail("%s", why) : true;
+}
+
+#else
+
+inline bool check(cudaError_t status, const char *what) {
+  return status == cudaSuccess || fail("%s: %s", what, cudaGetErrorString(status));
+}
+
+/* Makes `device` the current one for as long as it lives. */
+struct device_guard {
+  int before = -1;
+  bool ok, changed = false;
+  explicit device_guard(int device) {
+    ok = check(cudaGetDevice(&before), "cudaGetDevice");
+    if (ok && before != device) ok = changed = check(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~device_guard() {
+    if (changed) cudaSetDevice(before);
+  }
+  device_guard(const device_guard &) = delete;
+};
+
+/* Multiprocessors of the device, and the most shared memory that one of its blocks may have. */
+inline bool limits(int device, int &multiprocessors, int &shared_bytes) {
+  return check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute") &&
+         check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "cudaDeviceGetAttribute");
+}
+
+/* Puts a kernel, of at most the threads of its launch bounds, on the stream. An error of an earlier call that nobody
+ * asked for is not taken for this one's. */
+template <auto kernel, int most_threads, typename arguments>
+bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, void *stream, const arguments &a) {
+  if (threads > most_threads) return fail("%s: %d threads, at most %d", name, threads, most_threads);
+  if (blocks > 0x7fffffff)
+    return fail("%s: %llu blocks, at most 2^31 - 1", name, static_cast<unsigned long long>(blocks));
+  if (shared_bytes > 48 * 1024 &&
+      !check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name))
+    return false;
+  void *pointers[] = {const_cast<arguments *>(&a)};
+  return check(cudaLaunchKernel(reinterpret_cast<const void *>(kernel),
+                                dim3(static_cast<unsigned>(blocks)),
+                                dim3(threads),
+                                pointers,
+                                shared_bytes,
+                                static_cast<cudaStream_t>(stream)),
+               name);
+}
+
+#endif
+
+} // namespace runtime
+
+#endif

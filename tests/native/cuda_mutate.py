@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Breaks the CUDA kernels one way at a time and sees whether the tests notice: `make mutate`.
+
+Each barrier, wait and commit is deleted in turn; EDITS are mistakes that someone could make. (What passes decays on is
+not among them: short problems do not show it. tests/test_decay.py does.) A mutant counts as caught
+when the native driver fails, by itself in three orders of execution or under a sanitizer. Needs clang++-19.
+An argument chooses the mutants whose names match it, a regular expression.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CUDA = HERE.parent.parent / "cuda"
+KERNELS = ("recurrent_forward.cuh", "recurrent_backward.cuh", "recurrent_step.cuh")
+RUNS = (("plain", "0"), ("plain", "1"), ("plain", "2"), ("tsan", "0"), ("msan", "0"), ("asan", "0"))
+TIMEOUT = 300
+
+# (file, text, what to put in its place, what is wrong with that)
+EDITS = (
+    ("tokens.cuh", "count * pieces; i +=", "count * pieces - 1; i +=", "the last piece of a tile is not fetched"),
+    ("tokens.cuh", "count * width; i +=", "(count + 1) * width; i +=", "a row beyond the tile is fetched"),
+    ("tokens.cuh", "c >= width)", "c > width)", "a channel beyond the slice is read"),
+    ("tokens.cuh", "reverse ? end - 1 : begin", "reverse ? end : begin", "reverse starts one token late"),
+    ("tokens.cuh", "s.first / p.segment + c - 1", "s.first / p.segment + c", "checkpoints one place on"),
+    ("tokens.cuh", "p.cu_seqlens ? 0 : n,", "n,", "sequence n looked for in batch row n"),
+    ("recurrent_forward.cuh", "t * a.columns + first_column, v", "t * a.columns, v", "v of another column"),
+    ("recurrent_forward.cuh", "if (row_lane < 4)", "if (row_lane < 3)", "one sum is not written"),
+    ("recurrent_forward.cuh", "= a.p.segment - 1;", "= a.p.segment;", "checkpoints drift"),
+    ("recurrent_forward.cuh", "b.p.K; }", "b.p.K + 1; }", "a row beyond K is live"),
+    ("recurrent_forward.cuh", "(warp * a.tile + i) * columns", "(warp * a.tile) * columns", "token 0's sums"),
+    ("recurrent_forward.cuh", "a.scale_enters ? 1 : scale", "scale", "scale twice in dv"),
+    ("recurrent_forward.cuh", "if (c >= width) return;", "", "columns beyond V are stored"),
+    ("recurrent_forward.cuh", "thread.store_final();", "if (length > 0) thread.store_final();", "no state at T = 0"),
+    ("recurrent_forward.cuh", "= 0; /* read by the same thread */", "+= 0;", "rests start as they happen to be"),
+    ("recurrent_backward.cuh", "now.target > 0 ?", "now.target > 1 ?", "a tile is left out"),
+    ("recurrent_backward.cuh", "first + t < count) walk_back", "first + t <= count) walk_back", "a token too many"),
+    ("recurrent_backward.cuh", "row_warp == 0) to", "row_warp == 1) to", "v . do is not written"),
+    ("recurrent_backward.cuh", "b.p.V; }", "b.p.V + 1; }", "a column beyond V is live"),
+    ("recurrent_backward.cuh", "if (column_lane >= 8) continue;", "", "lanes write others' sums"),
+    ("recurrent_backward.cuh", "n += grad_u_warps", "n += grad_u_warps + 1", "sequences are left out of du"),
+    ("recurrent_backward.cuh", "if (row >= width) continue;", "", "rows beyond K are stored"),
+    ("recurrent_backward.cuh", "(b.s.n * a.p.H + b.s.h) * a.p.K", "b.s.h * a.p.K", "sequences share their part of du"),
+    (
+        "recurrent_backward.cuh",
+        "a.sums = a.grad_u_low + a.rows;",
+        "a.sums = a.grad_u_low;",
+        "two shared arrays overlap",
+    ),
+    ("recurrent_step.cuh", "other < step_warps", "other < step_warps - 1", "the last warp's sum is left out"),
+    ("recurrent_step.cuh", "if (column >= p.V) continue;", "", "columns beyond V are updated"),
+    ("launch.cu", "q.flags ^= WKV6_REVERSE;", "", "dv from the wrong end"),
+    (
+        "launch.cu",
+        "forward_layout(a, sizeof(real));\n  while",
+        "forward_layout(a, sizeof(real)) - 16;\n  while",
+        "too little memory",
+    ),
+)
+
+
+def mutants() -> list[tuple[str, str, str]]:
+    """(what is wrong, file, its text)"""
+    found = []
+    for name in KERNELS:
+        lines = (CUDA / name).read_text().splitlines(keepends=True)
+        for i, line in enumerate(lines):
+            call = re.search(r"(block_barrier|copy_async_wait|copy_async_commit)\(\);", line)
+            if call:
+                text = "".join((*lines[:i], line.replace(call.group(), "(void)0;"), *lines[i + 1 :]))
+                found.append((f"{name}:{i + 1}: without {call.group(1)}", name, text))
+    for name, old, new, what in EDITS:
+        text = (CUDA / name).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"{name}: {old!r} is there {text.count(old)} times, expected once: bring EDITS up to date")
+        found.append((f"{name}: {what}", name, text.replace(old, new)))
+    return found
+
+
+def caught_by(mutant: tuple[str, str, str]) -> str | None:
+    """The run that fails, or None if the mutant survives, or does not compile and is no mutant."""
+    _, name, text = mutant
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder) / "cuda"
+        shutil.copytree(CUDA, sources)
+        shutil.copytree(CUDA.parent / "csrc", Path(folder) / "csrc")
+        (sources / name).write_text(text)
+        environment = {
+            "CXX": "clang++-19",
+            **os.environ,
+            "CUDA_SOURCES": str(sources),
+            "ASAN_OPTIONS": "detect_leaks=0",
+        }
+        for kind, order in RUNS:
+            driver = Path(folder) / kind
+            if not driver.exists():
+                build = subprocess.run([HERE / "cuda_build.sh", kind, driver], env=environment, check=False)
+                if build.returncode:
+                    return None
+            try:
+                run = subprocess.run([driver, order], env=environment, capture_output=True, timeout=TIMEOUT)
+            except subprocess.TimeoutExpired:
+                return f"{kind} {order}: does not end"
+            if run.returncode:
+                return f"{kind} {order}"
+    return None
+
+
+def main() -> int:
+    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [m for m in mutants() if re.search(part, m[0])]
+    survivors = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mutant, how in zip(chosen, pool.map(caught_by, chosen), strict=True):
+            survivors += how is None
+            print(f"{'SURVIVES' if how is None else 'caught'}  {mutant[0]}  ({how})", flush=True)
+    print(f"{survivors} of {len(chosen)} mutants survive")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
