@@ -26,7 +26,7 @@ _KERNELS = tuple(f"{name}-{algorithm}" for name in _native.isas() for algorithm 
 @pytest.fixture(params=(*_KERNELS, *_DEVICES))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run the test with each algorithm, where it asks for none, on each instruction set of this machine; and with the
-    CUDA kernels: on an emulated device, and on a GPU where there is one (then it is torch's default device, on which the
+    CUDA kernels: on an emulated device, and on a GPU where there is one (then torch's default device, on which the
     test makes its tensors)."""
     if request.param == "cuda-emulated":
         _native.use_cuda_emulation(request.getfixturevalue("emulated_cuda"))
