@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * rwkv6_ops._native: the CPython entry points. Tensors are read into a wkv6_problem, everything that could make a kernel misbehave is
- * checked, the GIL is released and the kernels run. Python (rwkv6_ops/_ops.py) allocates all outputs; nothing here owns memory.
- * Limited API of CPython 3.10: one binary for every later version.
+ * rwkv6_ops._native: the CPython entry points. Tensors are read into a wkv6_problem, everything that could make a
+ * kernel misbehave is checked, the GIL is released and the kernels run. Python (rwkv6_ops/_ops.py) allocates all
+ * outputs; nothing here owns memory. Limited API of CPython 3.10: one binary for every later version.
  */
 #include <Python.h>
 
@@ -67,8 +67,8 @@ static int32_t dtype_of(dl_dtype dtype) {
 
 /* ---- Arguments ---- */
 
-/* A tensor argument: where it goes and what its dimensions are. A dimension's first mention gives its size, later ones must agree;
- * 'S' is the number of checkpoints, of which there may be more than are used. */
+/* A tensor argument: where it goes and what its dimensions are. A dimension's first mention gives its size, later ones
+ * must agree; 'S' is the number of checkpoints, of which there may be more than are used. */
 typedef struct {
   const char *name, *dimensions;
   size_t member; /* offset in wkv6_problem */
@@ -124,7 +124,7 @@ static const argument step_arguments[] = {
 typedef struct {
   module_state *state;
   wkv6_problem problem;
-  int known[128]; /* by dimension letter: 1 once its size is in problem */
+  int known[128];              /* by dimension letter: 1 once its size is in problem */
   int one_token, without_time; /* a step; one whose tokens come as [B, H, K] */
   dl_device device;
 } call;
@@ -144,7 +144,11 @@ static int64_t *size_of(wkv6_problem *p, char dimension) {
 static void write_tuple(char *text, size_t room, const int64_t *shape, int dimensions) {
   size_t used = (size_t)PyOS_snprintf(text, room, "(");
   for (int d = 0; d < dimensions && used < room; d++)
-    used += (size_t)PyOS_snprintf(text + used, room - used, d + 1 < dimensions ? "%lld, " : dimensions == 1 ? "%lld," : "%lld",
+    used += (size_t)PyOS_snprintf(text + used,
+                                  room - used,
+                                  d + 1 < dimensions ? "%lld, "
+                                  : dimensions == 1  ? "%lld,"
+                                                     : "%lld",
                                   (long long)shape[d]);
   if (used < room) PyOS_snprintf(text + used, room - used, ")");
 }
@@ -259,8 +263,11 @@ static void refuse_cu_seqlens(const wkv6_problem *p) {
   char got[160];
   const int shown = p->N < 7 ? (int)p->N + 1 : 8;
   write_tuple(got, sizeof got, p->cu_seqlens, shown);
-  PyErr_Format(PyExc_ValueError, "cu_seqlens: %s%s, expected to start at 0, never decrease and end at T = %lld", got,
-               shown <= p->N ? " and so on" : "", (long long)p->T);
+  PyErr_Format(PyExc_ValueError,
+               "cu_seqlens: %s%s, expected to start at 0, never decrease and end at T = %lld",
+               got,
+               shown <= p->N ? " and so on" : "",
+               (long long)p->T);
 }
 
 /* Reads (tensors in the table's order, cu_seqlens, scale, flags, segment) into c->problem and checks it all. */
@@ -297,9 +304,7 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
   case WKV6_E_DTYPE:
     PyErr_Format(PyExc_TypeError, "%s: dtype does not go with r's: all tensors are float64, or none is", culprit);
     return -1;
-  default:
-    refuse_cu_seqlens(p);
-    return -1;
+  default: refuse_cu_seqlens(p); return -1;
   }
 }
 
@@ -321,18 +326,19 @@ static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *), size_
     PyErr_SetString(PyExc_NotImplementedError, "r: neither on a CPU nor on CUDA: rwkv6_ops has no kernels there");
     return NULL;
   }
-  wkv6_cuda_function *const kernel =
-      cuda ? *(wkv6_cuda_function *const *)((const char *)cuda + cuda_member) : NULL;
+  wkv6_cuda_function *const kernel = cuda ? *(wkv6_cuda_function *const *)((const char *)cuda + cuda_member) : NULL;
   wkv6_status status;
   Py_BEGIN_ALLOW_THREADS
   status = kernel ? kernel(&c->problem, c->device.id, stream) : cpu(&c->problem);
   Py_END_ALLOW_THREADS
-  switch (status) {
-  case WKV6_OK: Py_RETURN_NONE;
-  case WKV6_E_MEMORY: return PyErr_NoMemory();
-  case WKV6_E_SIZE: PyErr_SetString(PyExc_NotImplementedError, cuda->error()); return NULL;
-  default: PyErr_Format(PyExc_RuntimeError, "rwkv6_ops on CUDA: %s", cuda->error()); return NULL;
+  if (status == WKV6_OK) Py_RETURN_NONE;
+  if (status == WKV6_E_MEMORY || !cuda) return PyErr_NoMemory(); /* the CPU's kernels have no other */
+  if (status == WKV6_E_SIZE) {
+    PyErr_SetString(PyExc_NotImplementedError, cuda->error());
+  } else {
+    PyErr_Format(PyExc_RuntimeError, "rwkv6_ops on CUDA: %s", cuda->error());
   }
+  return NULL;
 }
 
 static PyObject *native_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -424,19 +430,25 @@ static PyObject *native_use_cuda_emulation(PyObject *module, PyObject *path) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(forward_doc, "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, cu_seqlens, scale, flags, segment)\n"
-                          "Fills o and, unless None, final_state and checkpoints.");
-PyDoc_STRVAR(backward_doc,
-             "backward(r, k, v, w, u, initial_state, checkpoints, grad_o, grad_final_state, grad_r, grad_k, grad_v, grad_w, grad_u,\n"
-             "         grad_initial_state, grad_u_parts, cu_seqlens, scale, flags, segment)\n"
-             "Fills the gradients that are not None.");
-PyDoc_STRVAR(step_doc, "step(r, k, v, w, u, state, o, cu_seqlens, scale, flags, segment)\nOne token; fills o and updates state.");
+PyDoc_STRVAR(forward_doc,
+             "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, cu_seqlens, scale, flags, segment)\n"
+             "Fills o and, unless None, final_state and checkpoints.");
+PyDoc_STRVAR(
+    backward_doc,
+    "backward(r, k, v, w, u, initial_state, checkpoints, grad_o, grad_final_state, grad_r, grad_k, grad_v, grad_w, grad_u,\n"
+    "         grad_initial_state, grad_u_parts, cu_seqlens, scale, flags, segment)\n"
+    "Fills the gradients that are not None.");
+PyDoc_STRVAR(step_doc,
+             "step(r, k, v, w, u, state, o, cu_seqlens, scale, flags, segment)\nOne token; fills o and updates state.");
 PyDoc_STRVAR(isas_doc, "Names of the instruction sets whose kernels run on this machine, best first.");
 PyDoc_STRVAR(isas_built_doc, "Names of the instruction sets that kernels were compiled for, best first.");
 PyDoc_STRVAR(isa_doc, "Name of the instruction set in use.");
-PyDoc_STRVAR(use_isa_doc, "use_isa(name): uses the kernels of that instruction set from now on; returns the name of the one before.");
-PyDoc_STRVAR(use_cuda_emulation_doc,
-             "use_cuda_emulation(path): for tests: CPU tensors go to the CUDA kernels of the emulated library there; None undoes it.");
+PyDoc_STRVAR(
+    use_isa_doc,
+    "use_isa(name): uses the kernels of that instruction set from now on; returns the name of the one before.");
+PyDoc_STRVAR(
+    use_cuda_emulation_doc,
+    "use_cuda_emulation(path): for tests: CPU tensors go to the CUDA kernels of the emulated library there; None undoes it.");
 
 #define FASTCALL(function) (PyCFunction)(void (*)(void))(function)
 static PyMethodDef methods[] = {
@@ -461,8 +473,10 @@ static int module_exec(PyObject *module) {
   Py_XDECREF(tensor);
   Py_XDECREF(torch);
   if (!exchanges) return -1;
-  if (PyModule_AddIntConstant(module, "REVERSE", WKV6_REVERSE) || PyModule_AddIntConstant(module, "RAW_DECAY", WKV6_RAW_DECAY) ||
-      PyModule_AddIntConstant(module, "RECURRENT", WKV6_RECURRENT) || PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK) ||
+  if (PyModule_AddIntConstant(module, "REVERSE", WKV6_REVERSE) ||
+      PyModule_AddIntConstant(module, "RAW_DECAY", WKV6_RAW_DECAY) ||
+      PyModule_AddIntConstant(module, "RECURRENT", WKV6_RECURRENT) ||
+      PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK) ||
       PyModule_AddIntConstant(module, "CHUNK_FROM_TOKENS", WKV6_CHUNK_FROM_TOKENS))
     return -1;
   return PyModule_AddIntConstant(module, "uses_torch_threads", wkv6_parallel_init());

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How tensors come in: the C exchange table that a tensor type publishes as `__dlpack_c_exchange_api__` (DLPack 1.x; torch >= 2.10).
- * It fills in a view of a tensor for a fraction of what attribute access costs, and needs no header or library of torch. Only the part of
- * the ABI that is read here is declared; tests/test_abi.py compares these declarations with torch's own header.
+ * How tensors come in: the C exchange table that a tensor type publishes as `__dlpack_c_exchange_api__` (DLPack 1.x;
+ * torch >= 2.10). It fills in a view of a tensor for a fraction of what attribute access costs, and needs no header or
+ * library of torch. Only the part of the ABI that is read here is declared; tests/test_abi.py compares these
+ * declarations with torch's own header.
  */
 #ifndef WKV6_TENSOR_VIEW_H
 #define WKV6_TENSOR_VIEW_H

@@ -20,10 +20,22 @@ wkv6_status wkv6_check(const wkv6_problem *p, int host_cu_seqlens, const char **
     const char *name;
     const wkv6_tensor *tensor;
   } free_dtypes[] = {
-      {"r", &p->r}, {"k", &p->k}, {"v", &p->v}, {"w", &p->w}, {"u", &p->u},
-      {"o", &p->o}, {"grad_o", &p->grad_o}, {"initial_state", &p->initial_state}, {"final_state", &p->final_state},
-      {"grad_final_state", &p->grad_final_state}, {"grad_r", &p->grad_r}, {"grad_k", &p->grad_k}, {"grad_v", &p->grad_v},
-      {"grad_w", &p->grad_w}, {"grad_u", &p->grad_u}, {"grad_initial_state", &p->grad_initial_state},
+      {"r", &p->r},
+      {"k", &p->k},
+      {"v", &p->v},
+      {"w", &p->w},
+      {"u", &p->u},
+      {"o", &p->o},
+      {"grad_o", &p->grad_o},
+      {"initial_state", &p->initial_state},
+      {"final_state", &p->final_state},
+      {"grad_final_state", &p->grad_final_state},
+      {"grad_r", &p->grad_r},
+      {"grad_k", &p->grad_k},
+      {"grad_v", &p->grad_v},
+      {"grad_w", &p->grad_w},
+      {"grad_u", &p->grad_u},
+      {"grad_initial_state", &p->grad_initial_state},
   };
   for (size_t i = 0; i < sizeof free_dtypes / sizeof *free_dtypes; i++) {
     const int32_t dtype = free_dtypes[i].tensor->dtype;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One WKV-6 problem: the only thing that passes between the Python entry points (module.c) and the kernels (cpu/, ../cuda/).
- * Plain pointers, int64 sizes, strides in elements. Nothing here owns memory. Equations: docs/wkv6.md.
+ * One WKV-6 problem: the only thing that passes between the Python entry points (module.c) and the kernels (cpu/,
+ * ../cuda/). Plain pointers, int64 sizes, strides in elements. Nothing here owns memory. Equations: docs/wkv6.md.
  */
 #ifndef WKV6_PROBLEM_H
 #define WKV6_PROBLEM_H
@@ -57,9 +57,10 @@ typedef struct wkv6_problem {
   wkv6_tensor o;           /* [B, T, H, V] */
   wkv6_tensor final_state; /* [N, H, K, V], or absent */
 
-  /* States between segments, [B * T / segment, H, K, V] contiguous, in the type the kernels compute in; or absent. The state before
-   * token c * segment (c >= 1) of the sequence whose tokens start at `first` is at wkv6_checkpoint(). Written by the forward pass,
-   * read by the backward pass, which never needs one before c = 1: that is the initial state. */
+  /* States between segments, [B * T / segment, H, K, V] contiguous, in the type the kernels compute in; or absent. The
+   * state before token c * segment (c >= 1) of the sequence whose tokens start at `first` is at wkv6_checkpoint().
+   * Written by the forward pass, read by the backward pass, which never needs one before c = 1: that is the initial
+   * state. */
   wkv6_tensor checkpoints;
 
   /* Read by the backward pass: the gradients of o and final_state, absent where they are zero. */
@@ -71,21 +72,26 @@ typedef struct wkv6_problem {
 } wkv6_problem;
 
 /* First token of sequence n among the B * T tokens. */
-static inline int64_t wkv6_first_token(const wkv6_problem *p, int64_t n) { return p->cu_seqlens ? p->cu_seqlens[n] : n * p->T; }
+static inline int64_t wkv6_first_token(const wkv6_problem *p, int64_t n) {
+  return p->cu_seqlens ? p->cu_seqlens[n] : n * p->T;
+}
 
 static inline int64_t wkv6_sequence_length(const wkv6_problem *p, int64_t n) {
   return p->cu_seqlens ? p->cu_seqlens[n + 1] - p->cu_seqlens[n] : p->T;
 }
 
-/* Index along the first dimension of `checkpoints`. Sequences do not overlap: a sequence of L tokens from `first` on needs
- * ceil(L / segment) - 1 checkpoints, and floor((first + L) / segment) >= floor(first / segment) + ceil(L / segment) - 1. */
-static inline int64_t wkv6_checkpoint(const wkv6_problem *p, int64_t first, int64_t c) { return first / p->segment + c - 1; }
+/* Index along the first dimension of `checkpoints`. Sequences do not overlap: a sequence of L tokens from `first` on
+ * needs ceil(L / segment) - 1 checkpoints, and floor((first + L) / segment) >= floor(first / segment) + ceil(L /
+ * segment) - 1. */
+static inline int64_t wkv6_checkpoint(const wkv6_problem *p, int64_t first, int64_t c) {
+  return first / p->segment + c - 1;
+}
 
 /* True where the kernels compute in double: all tensors are float64. */
 static inline int wkv6_is_double(const wkv6_problem *p) { return p->r.dtype == WKV6_F64; }
 
-/* What the kernels rely on beyond shapes: dtypes, and cu_seqlens where the host can read it (`host_cu_seqlens`). `culprit` receives the
- * name of the argument at fault. */
+/* What the kernels rely on beyond shapes: dtypes, and cu_seqlens where the host can read it (`host_cu_seqlens`).
+ * `culprit` receives the name of the argument at fault. */
 wkv6_status wkv6_check(const wkv6_problem *p, int host_cu_seqlens, const char **culprit);
 
 #ifdef __cplusplus

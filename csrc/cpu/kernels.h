@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The table of CPU kernels that each instance (ISA x type) fills and dispatch.c chooses from. A kernel does a rectangle of the work on
- * one thread: the heads [head, head_end) of sequence n and, forward only, the value columns [column, column_end). What it computes does
- * not depend on how the work was cut. Kernels cannot fail and allocate nothing; scratch is 64-byte aligned.
+ * The table of CPU kernels that each instance (ISA x type) fills and dispatch.c chooses from. A kernel does a rectangle
+ * of the work on one thread: the heads [head, head_end) of sequence n and, forward only, the value columns [column,
+ * column_end). What it computes does not depend on how the work was cut. Kernels cannot fail and allocate nothing;
+ * scratch is 64-byte aligned.
  */
 #ifndef WKV6_KERNELS_H
 #define WKV6_KERNELS_H

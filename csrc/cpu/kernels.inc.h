@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * All CPU kernels of one instance (ISA x type), in one translation unit: kernels_<isa>_<type>.c defines the template parameters of
- * simd.inc.h and WKV6_KERNELS, the name of the table at the end, selects the ISA by pragma, and includes this.
+ * All CPU kernels of one instance (ISA x type), in one translation unit: kernels_<isa>_<type>.c defines the template
+ * parameters of simd.inc.h and WKV6_KERNELS, the name of the table at the end, selects the ISA by pragma, and includes
+ * this.
  */
 #if !defined(WKV6_KERNELS)
 #error "define WKV6_KERNELS"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * System headers of a kernel instance. They come before the pragma that selects the ISA, so that no inline function of theirs is
- * compiled for an instruction set which the machine may lack.
+ * System headers of a kernel instance. They come before the pragma that selects the ISA, so that no inline function of
+ * theirs is compiled for an instruction set which the machine may lack.
  */
 #ifndef WKV6_KERNELS_INSTANCE_H
 #define WKV6_KERNELS_INSTANCE_H

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Torch's own thread pool, reached through its stable C ABI: torch.set_num_threads() holds, and no second pool competes with the one
- * that runs the rest of the model. The symbols are looked up in the libtorch that is already loaded, so nothing links to it.
+ * Torch's own thread pool, reached through its stable C ABI: torch.set_num_threads() holds, and no second pool competes
+ * with the one that runs the rest of the model. The symbols are looked up in the libtorch that is already loaded, so
+ * nothing links to it.
  */
 #include "parallel.h"
 
@@ -11,7 +12,8 @@
 #include <string.h>
 
 /* torch/csrc/stable/c/shim.h, torch >= 2.10. Both return 0 on success. */
-typedef int32_t (*torch_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain, void (*range)(int64_t, int64_t, void *), void *context);
+typedef int32_t (*torch_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain,
+                                         void (*range)(int64_t, int64_t, void *), void *context);
 typedef int32_t (*torch_get_num_threads_fn)(uint32_t *threads);
 
 static torch_parallel_for_fn torch_parallel_for; /* written by wkv6_parallel_init() and in forked children only */
@@ -31,7 +33,8 @@ int wkv6_parallel_init(void) {
     initialised = 1;
     pthread_key_create(&scratch_key, free_scratch);
     void *library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    void *threads = find_symbol(library, "torch_get_num_threads"), *parallel_for = find_symbol(library, "torch_parallel_for");
+    void *threads = find_symbol(library, "torch_get_num_threads"),
+         *parallel_for = find_symbol(library, "torch_parallel_for");
     if (threads && parallel_for) {
       memcpy(&torch_get_num_threads, &threads, sizeof threads); /* ISO C has no cast from object to function pointers */
       memcpy(&torch_parallel_for, &parallel_for, sizeof parallel_for);
@@ -48,7 +51,8 @@ int64_t wkv6_parallel_threads(void) {
 }
 
 void wkv6_parallel_for(int64_t count, void (*range)(int64_t, int64_t, void *), void *context) {
-  if (count <= 1 || !torch_parallel_for || torch_parallel_for(0, count, 1, range, context) != 0) range(0, count, context);
+  if (count <= 1 || !torch_parallel_for || torch_parallel_for(0, count, 1, range, context) != 0)
+    range(0, count, context);
 }
 
 /* What a thread keeps: one block, its size in front. */

@@ -129,8 +129,8 @@ INLINE void store_f16(uint16_t *to, lanes x) {
 #define WHOLE_VECTORS(VECTOR) \
   for (; i + LANES <= width; i += LANES) VECTOR;
 
-static __attribute__((noinline)) void load_rows(real *reals, int64_t stride_reals, int64_t rows, int64_t width,
-                                                const char *others, int64_t next, int64_t stride, int32_t dtype) {
+NOINLINE void load_rows(real *reals, int64_t stride_reals, int64_t rows, int64_t width, const char *others,
+                        int64_t next, int64_t stride, int32_t dtype) {
   if (dtype == REAL_DTYPE) {
     CONVERT_ROWS(const real, WHOLE_VECTORS(store(reals + i, load(x + i))), reals[i] = x[i * stride])
 #if WKV6_REAL_BITS == 32
@@ -144,8 +144,8 @@ static __attribute__((noinline)) void load_rows(real *reals, int64_t stride_real
   }
 }
 
-static __attribute__((noinline)) void store_rows(char *others, int64_t next, int64_t stride, int32_t dtype,
-                                                 int64_t rows, int64_t width, const real *reals, int64_t stride_reals) {
+NOINLINE void store_rows(char *others, int64_t next, int64_t stride, int32_t dtype, int64_t rows, int64_t width,
+                         const real *reals, int64_t stride_reals) {
   if (dtype == REAL_DTYPE) {
     CONVERT_ROWS(real, WHOLE_VECTORS(store(x + i, load(reals + i))), x[i * stride] = reals[i])
 #if WKV6_REAL_BITS == 32

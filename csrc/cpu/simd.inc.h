@@ -25,6 +25,7 @@ typedef int64_t integer;
 
 #define LANES (WKV6_VECTOR_BYTES * 8 / WKV6_REAL_BITS)
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define NO_UNROLL _Pragma("GCC unroll 1")
 
@@ -215,10 +216,13 @@ INLINE void exp_lanes(lanes x, lanes *exp_x, lanes *expm1_x) {
 }
 #else
 INLINE void exp_lanes(lanes x, lanes *exp_x, lanes *expm1_x) { /* for checking gradients: libm's accuracy, not speed */
+  lanes e = {0}, m = {0};
   for (int l = 0; l < LANES; l++) {
-    (*exp_x)[l] = exp(x[l]);
-    (*expm1_x)[l] = expm1(x[l]);
+    e[l] = exp(x[l]);
+    m[l] = expm1(x[l]);
   }
+  *exp_x = e;
+  *expm1_x = m;
 }
 #endif
 

@@ -1,36 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Backward pass, recurrent form: equations (3) to (8) of docs/wkv6.md, eight operations an element of the state and token.
+ * Backward pass, recurrent form: equations (3) to (8) of docs/wkv6.md, eight operations an element of the state and
+ * token.
  *
- * Segments from the last to the first. In a segment each tile of the state is walked forward from the checkpoint, leaving its value
- * before each token in `history`, and its adjoint G backward, with both still in the nearest cache: 8 vectors x segment. State and
- * adjoint are kept transposed, [V][K]: lanes over K turn the sums over V of dr, dk and dw into plain additions, in the order of j; only
- * dv is a sum over lanes, LANES of which are done together (take_row_sums). No sum depends on the number of threads.
- * dw comes from G and S at the same token, so nothing cancels however strong the decay.
+ * Segments from the last to the first. In a segment each tile of the state is walked forward from the checkpoint,
+ * leaving its value before each token in `history`, and its adjoint G backward, with both still in the nearest cache: 8
+ * vectors x segment. State and adjoint are kept transposed, [V][K]: lanes over K turn the sums over V of dr, dk and dw
+ * into plain additions, in the order of j; only dv is a sum over lanes, LANES of which are done together
+ * (take_row_sums). No sum depends on the number of threads. dw comes from G and S at the same token, so nothing cancels
+ * however strong the decay.
  */
 
-/* Tokens that a tile is walked through at a time: all that one row of tiles touches then fits a first-level cache of 48 KB. */
+/* Tokens that a tile is walked through at a time: all that one row of tiles touches then fits a first-level cache of 48
+ * KB. */
 #define BACKWARD_BLOCK 16
 
 /* A segment of one head. K_ and V_ as in the forward pass. */
 typedef struct {
   int64_t K_, V_;
-  real *r, *k, *d, *w;             /* [tokens][K_] as in forward_block */
-  real *v, *grad_o;                /* [tokens][V_] */
-  real *grad_r, *grad_k, *grad_w;  /* [tokens][K_] dr / scale, dk, dw / d */
-  real *grad_v;                    /* [tokens][V_] */
-  real *u, *grad_u;                /* [K_] */
-  real *states;                    /* [blocks][V_][K_] before each block */
-  real *history;                   /* [BACKWARD_BLOCK][TILE_ROWS][2 * LANES] one tile of the state before each token */
-  real *products;                  /* [BACKWARD_BLOCK][rows][LANES] G k of one row of tiles, to be summed over lanes; zero between rows */
-  real *sums;                      /* [BACKWARD_BLOCK][rows] those sums */
+  real *r, *k, *d, *w;            /* [tokens][K_] as in forward_block */
+  real *v, *grad_o;               /* [tokens][V_] */
+  real *grad_r, *grad_k, *grad_w; /* [tokens][K_] dr / scale, dk, dw / d */
+  real *grad_v;                   /* [tokens][V_] */
+  real *u, *grad_u;               /* [K_] */
+  real *states;                   /* [blocks][V_][K_] before each block */
+  real *history;                  /* [BACKWARD_BLOCK][TILE_ROWS][2 * LANES] one tile of the state before each token */
+  real
+      *products; /* [BACKWARD_BLOCK][rows][LANES] G k of one row of tiles, to be summed over lanes; zero between rows */
+  real *sums;    /* [BACKWARD_BLOCK][rows] those sums */
   adjoint_block heads;
 } backward_block;
 
-static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+static backward_block backward_layout(const wkv6_problem *p, int64_t heads, arena *scratch) {
   backward_block b = {.K_ = round_up(p->K, LANES), .V_ = round_up(p->V, LANES)};
   const int64_t L = smaller(p->T, p->segment), blocks = (L + BACKWARD_BLOCK - 1) / BACKWARD_BLOCK;
-  real **const of_K[] = {&b.r, &b.k, &b.d, &b.w, &b.grad_r, &b.grad_k, &b.grad_w}, **const of_V[] = {&b.v, &b.grad_o, &b.grad_v};
+  real **const of_K[] = {&b.r, &b.k, &b.d, &b.w, &b.grad_r, &b.grad_k, &b.grad_w},
+               **const of_V[] = {&b.v, &b.grad_o, &b.grad_v};
   for (size_t i = 0; i < sizeof of_K / sizeof *of_K; i++) *of_K[i] = take(scratch, L * b.K_);
   for (size_t i = 0; i < sizeof of_V / sizeof *of_V; i++) *of_V[i] = take(scratch, L * b.V_);
   b.u = take(scratch, b.K_);
@@ -44,14 +49,14 @@ static backward_block backward_layout(const wkv6_problem *p, int64_t heads, char
 }
 
 static size_t backward_scratch(const wkv6_problem *p, int64_t heads) {
-  char *end = NULL;
-  backward_layout(p, heads, &end);
-  return (size_t)(uintptr_t)end;
+  arena sizes_only = {NULL, 0};
+  backward_layout(p, heads, &sizes_only);
+  return sizes_only.used;
 }
 
 /* Loads tokens [t, t + count) of head h and sets the gradients to their terms in the bonus u. */
-static void backward_load(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t h, int64_t t, int64_t count,
-                          real *rest) {
+static void backward_load(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t h, int64_t t,
+                          int64_t count, real *rest) {
   load_tokens(b->r, b->K_, &p->r, s, h, t, count, p->K);
   load_tokens(b->k, b->K_, &p->k, s, h, t, count, p->K);
   load_tokens(b->w, b->K_, &p->w, s, h, t, count, p->K);
@@ -84,15 +89,16 @@ static void backward_load(const wkv6_problem *p, const backward_block *b, const 
 }
 
 /* (2) on a tile of the transposed state through a whole block: `after` = the state behind it. */
-INLINE void advance_tile(const int rows, const int columns, const backward_block *b, int64_t i, int64_t j, const real *before,
-                         real *after) {
+INLINE void advance_tile(const int rows, const int columns, const backward_block *b, int64_t i, int64_t j,
+                         const real *before, real *after) {
   lanes s[TILE_ROWS][2];
   load_tile(rows, columns, s, before + j * b->K_ + i, b->K_);
   NO_UNROLL for (int64_t t = 0; t < BACKWARD_BLOCK; t++) {
     const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j;
     UNROLL for (int x = 0; x < rows; x++) {
       const lanes value = broadcast(v[x]);
-      UNROLL for (int c = 0; c < columns; c++) s[x][c] = fma_lanes(load(d + c * LANES), s[x][c], load(k + c * LANES) * value);
+      UNROLL for (int c = 0; c < columns; c++)
+        s[x][c] = fma_lanes(load(d + c * LANES), s[x][c], load(k + c * LANES) * value);
     }
   }
   store_tile(rows, columns, s, after + j * b->K_ + i, b->K_);
@@ -112,17 +118,19 @@ static void advance(const wkv6_problem *p, const backward_block *b, const real *
   }
 }
 
-/* The equations on the tile of `rows` rows from j and `columns` vectors from i, through a block. `last_lanes` selects the lanes of the
- * tile's last vector that belong to the state, if `padded`: in the padding zeros meet infinities. */
+/* The equations on the tile of `rows` rows from j and `columns` vectors from i, through a block. `last_lanes` selects
+ * the lanes of the tile's last vector that belong to the state, if `padded`: in the padding zeros meet infinities. */
 INLINE void backward_tile(const int rows, const int columns, const int padded, lanes_integer last_lanes, int64_t count,
                           const backward_block *b, int64_t i, int64_t j, const real *state, real *adjoint) {
   lanes s[TILE_ROWS][2];
   load_tile(rows, columns, s, state + j * b->K_ + i, b->K_);
   NO_UNROLL for (int64_t t = 0; t < count; t++) { /* (2), and the state's part of (3) */
-    const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j;
+    const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *v = b->v + t * b->V_ + j,
+               *grad_o = b->grad_o + t * b->V_ + j;
     real *grad_r = b->grad_r + t * b->K_ + i, *history = b->history + t * TILE_ROWS * 2 * LANES;
     lanes sum[2];
-    UNROLL for (int c = 0; c < columns; c++) sum[c] = load(grad_r + c * LANES);
+    UNROLL for (int c = 0; c < columns; c++)
+      sum[c] = load(grad_r + c * LANES);
     UNROLL for (int x = 0; x < rows; x++) {
       const lanes go = broadcast(grad_o[x]), value = broadcast(v[x]);
       UNROLL for (int c = 0; c < columns; c++) {
@@ -131,15 +139,18 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
         s[x][c] = fma_lanes(load(d + c * LANES), s[x][c], load(k + c * LANES) * value);
       }
     }
-    UNROLL for (int c = 0; c < columns; c++) store(grad_r + c * LANES, sum[c]);
+    UNROLL for (int c = 0; c < columns; c++)
+      store(grad_r + c * LANES, sum[c]);
   }
 
   lanes g[TILE_ROWS][2];
   load_tile(rows, columns, g, adjoint + j * b->K_ + i, b->K_);
   NO_UNROLL for (int64_t t = count; t-- > 0;) { /* (4) to (7) */
     const real *d = b->d + t * b->K_ + i, *k = b->k + t * b->K_ + i, *r = b->r + t * b->K_ + i;
-    const real *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j, *history = b->history + t * TILE_ROWS * 2 * LANES;
-    real *grad_k = b->grad_k + t * b->K_ + i, *grad_w = b->grad_w + t * b->K_ + i, *products = b->products + t * rows * LANES;
+    const real *v = b->v + t * b->V_ + j, *grad_o = b->grad_o + t * b->V_ + j,
+               *history = b->history + t * TILE_ROWS * 2 * LANES;
+    real *grad_k = b->grad_k + t * b->K_ + i, *grad_w = b->grad_w + t * b->K_ + i,
+         *products = b->products + t * rows * LANES;
     lanes sum_k[2], sum_w[2];
     UNROLL for (int c = 0; c < columns; c++) {
       sum_k[c] = load(grad_k + c * LANES);
@@ -166,8 +177,8 @@ INLINE void backward_tile(const int rows, const int columns, const int padded, l
 }
 
 /* All tiles of rows j .. j + rows - 1, and dv of those value channels. */
-INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backward_block *b, int64_t j, const real *state,
-                          real *adjoint) {
+INLINE void backward_rows(const int rows, int64_t count, int64_t K, const backward_block *b, int64_t j,
+                          const real *state, real *adjoint) {
   lanes_integer last_lanes = {0};
   for (int l = 0; l < LANES; l++) last_lanes[l] = l < K - (b->K_ - LANES) ? -1 : 0;
   int64_t i = 0;
@@ -193,7 +204,8 @@ static backward_block from_token(const backward_block *b, int64_t t) {
   return part;
 }
 
-/* A loaded segment of `count` tokens: forward from block to block, then each block's equations from the last to the first. */
+/* A loaded segment of `count` tokens: forward from block to block, then each block's equations from the last to the
+ * first. */
 static void backward_segment(const wkv6_problem *p, const backward_block *b, int64_t count, real *adjoint) {
   const int64_t state_size = b->V_ * b->K_, blocks = (count + BACKWARD_BLOCK - 1) / BACKWARD_BLOCK;
   for (int64_t c = 0; c + 1 < blocks; c++) {
@@ -211,8 +223,8 @@ static void backward_segment(const wkv6_problem *p, const backward_block *b, int
 }
 
 /* What is still to be multiplied into dr and dw, and out with everything. */
-static void backward_store(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t n, int64_t h, int64_t t,
-                           int64_t count) {
+static void backward_store(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t n, int64_t h,
+                           int64_t t, int64_t count) {
   const lanes scale = broadcast((real)p->scale), none = broadcast(0), minus_infinity = broadcast(-(real)INFINITY);
   for (int64_t c = 0; c < count * b->K_; c += LANES) {
     store(b->grad_r + c, scale * load(b->grad_r + c));
@@ -230,8 +242,8 @@ static void backward_store(const wkv6_problem *p, const backward_block *b, const
 }
 
 /* Tokens [t, t + count) of head h. */
-static void backward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h, int64_t t, int64_t count,
-                            real *rest, real *adjoint) {
+static void backward_tokens(const wkv6_problem *p, const void *block, const sequence *s, int64_t n, int64_t h,
+                            int64_t t, int64_t count, real *rest, real *adjoint) {
   const backward_block *b = block;
   backward_load(p, b, s, h, t, count, rest);
   backward_segment(p, b, count, adjoint);
@@ -239,9 +251,9 @@ static void backward_tokens(const wkv6_problem *p, const void *block, const sequ
 }
 
 static void backward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
-  char *end = scratch;
-  const backward_block b = backward_layout(p, work->head_end - work->head, &end);
-  memset(scratch, 0, (size_t)(end - (char *)scratch)); /* padding and rests */
+  arena memory = {scratch, 0};
+  const backward_block b = backward_layout(p, work->head_end - work->head, &memory);
+  memset(scratch, 0, memory.used); /* padding and rests */
   backward_pass(p, work, &b.heads, b.states, backward_tokens, &b);
 }
 

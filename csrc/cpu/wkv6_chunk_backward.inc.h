@@ -37,7 +37,7 @@ typedef struct {
   adjoint_block heads;
 } chunk_backward_block;
 
-static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t heads, arena *scratch) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   const int64_t L = round_up(p->T < p->segment ? p->T : p->segment, CHUNK);
   chunk_backward_block b;
@@ -64,9 +64,9 @@ static chunk_backward_block chunk_backward_layout(const wkv6_problem *p, int64_t
 }
 
 static size_t chunk_backward_scratch(const wkv6_problem *p, int64_t heads) {
-  char *end = NULL;
-  chunk_backward_layout(p, heads, &end);
-  return (size_t)(uintptr_t)end;
+  arena sizes_only = {NULL, 0};
+  chunk_backward_layout(p, heads, &sizes_only);
+  return sizes_only.used;
 }
 
 /* The block of the segment's chunk c. */
@@ -385,15 +385,13 @@ INLINE void backward_chunks(const sizes z, const wkv6_problem *p, const chunk_ba
     unwalk_chunk(z, p, b, s, h, t + c * CHUNK, c, smaller(count - c * CHUNK, CHUNK), rest, G);
 }
 
-static __attribute__((noinline)) void backward_chunks_64(const wkv6_problem *p, const chunk_backward_block *b,
-                                                         const sequence *s, int64_t h, int64_t t, int64_t count,
-                                                         real *rest, real *G) {
+NOINLINE void backward_chunks_64(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h,
+                                 int64_t t, int64_t count, real *rest, real *G) {
   backward_chunks(sizes_of(64, 64), p, b, s, h, t, count, rest, G);
 }
 
-static __attribute__((noinline)) void backward_chunks_any(const wkv6_problem *p, const chunk_backward_block *b,
-                                                          const sequence *s, int64_t h, int64_t t, int64_t count,
-                                                          real *rest, real *G) {
+NOINLINE void backward_chunks_any(const wkv6_problem *p, const chunk_backward_block *b, const sequence *s, int64_t h,
+                                  int64_t t, int64_t count, real *rest, real *G) {
   backward_chunks(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, G);
 }
 
@@ -413,8 +411,8 @@ static void chunk_backward_tokens(const wkv6_problem *p, const void *block, cons
 }
 
 static void chunk_backward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
-  char *end = scratch;
-  const chunk_backward_block b = chunk_backward_layout(p, work->head_end - work->head, &end);
-  memset(scratch, 0, (size_t)(end - (char *)scratch)); /* padding and rests */
+  arena memory = {scratch, 0};
+  const chunk_backward_block b = chunk_backward_layout(p, work->head_end - work->head, &memory);
+  memset(scratch, 0, memory.used); /* padding and rests */
   backward_pass(p, work, &b.heads, b.states, chunk_backward_tokens, &b);
 }

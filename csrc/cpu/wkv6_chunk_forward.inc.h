@@ -14,7 +14,7 @@ typedef struct {
   state_block heads;
 } chunk_forward_block;
 
-static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t heads, arena *scratch) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   chunk_forward_block b;
   chunk_block *c = &b.chunk;
@@ -33,9 +33,9 @@ static chunk_forward_block chunk_forward_layout(const wkv6_problem *p, int64_t h
 }
 
 static size_t chunk_forward_scratch(const wkv6_problem *p, int64_t heads) {
-  char *end = NULL;
-  chunk_forward_layout(p, heads, &end);
-  return (size_t)(uintptr_t)end;
+  arena sizes_only = {NULL, 0};
+  chunk_forward_layout(p, heads, &sizes_only);
+  return sizes_only.used;
 }
 
 /* (9) for tokens first .. first + TILE - 1 of the chunk and `columns` vectors of V; S, v and o at the first of them. */
@@ -142,15 +142,13 @@ INLINE void forward_chunks(const sizes z, const wkv6_problem *p, const chunk_for
   }
 }
 
-static __attribute__((noinline)) void forward_chunks_64(const wkv6_problem *p, const chunk_forward_block *b,
-                                                        const sequence *s, int64_t h, int64_t t, int64_t count,
-                                                        real *rest, real *S) {
+NOINLINE void forward_chunks_64(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                int64_t t, int64_t count, real *rest, real *S) {
   forward_chunks(sizes_of(64, 64), p, b, s, h, t, count, rest, S);
 }
 
-static __attribute__((noinline)) void forward_chunks_any(const wkv6_problem *p, const chunk_forward_block *b,
-                                                         const sequence *s, int64_t h, int64_t t, int64_t count,
-                                                         real *rest, real *S) {
+NOINLINE void forward_chunks_any(const wkv6_problem *p, const chunk_forward_block *b, const sequence *s, int64_t h,
+                                 int64_t t, int64_t count, real *rest, real *S) {
   forward_chunks(sizes_of(p->K, p->V), p, b, s, h, t, count, rest, S);
 }
 
@@ -167,8 +165,8 @@ static void chunk_forward_tokens(const wkv6_problem *p, const void *block, const
 
 static void chunk_forward(const wkv6_problem *p, const wkv6_work *work, void *scratch) {
   const wkv6_problem part = of_columns(p, work);
-  char *end = scratch;
-  const chunk_forward_block b = chunk_forward_layout(&part, work->head_end - work->head, &end);
+  arena memory = {scratch, 0};
+  const chunk_forward_block b = chunk_forward_layout(&part, work->head_end - work->head, &memory);
   memset(scratch, 0, (size_t)((char *)b.heads.rest - (char *)scratch)); /* the padding */
   forward_pass(&part, work, &b.heads, chunk_forward_tokens, &b);
 }

@@ -12,7 +12,8 @@
 /* Heads that one kernel call walks through together; their states should stay in the second-level cache. */
 #define GROUP_BYTES ((size_t)384 << 10)
 
-/* Below this many element-steps of the state, T * K * V * heads (some 20 us), waking other threads costs more than it saves. */
+/* Below this many element-steps of the state, T * K * V * heads (some 20 us), waking other threads costs more than it
+ * saves. */
 #define SERIAL_STEPS ((int64_t)1 << 18)
 
 typedef struct job job;
@@ -54,7 +55,9 @@ static void run_forward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6
 static void run_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
   (uses_chunks(p, w->n) ? k->chunk_backward : k->backward)(p, w, scratch);
 }
-static void run_step(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) { k->step(p, w, scratch); }
+static void run_step(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
+  k->step(p, w, scratch);
+}
 
 static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -77,7 +80,8 @@ static void run_units(int64_t begin, int64_t end, void *context) {
   }
   const int64_t step = 2 * j->kernels->lanes, vectors = (p->V + step - 1) / step;
   for (int64_t unit = begin; unit < end;) {
-    const int64_t block = unit % j->column_blocks, n = unit / j->column_blocks / p->H, head = unit / j->column_blocks % p->H;
+    const int64_t block = unit % j->column_blocks, n = unit / j->column_blocks / p->H,
+                  head = unit / j->column_blocks % p->H;
     const int64_t heads = j->column_blocks > 1 ? 1 : min(min(group, end - unit), p->H - head);
     const wkv6_work work = {
         .n = n,
@@ -102,7 +106,8 @@ static wkv6_status run(job *j, int can_split_columns) {
     run_units(0, heads, j);
   } else {
     if (can_split_columns && heads < threads)
-      j->column_blocks = min((threads + heads - 1) / heads, (p->V + 2 * j->kernels->lanes - 1) / (2 * j->kernels->lanes));
+      j->column_blocks =
+          min((threads + heads - 1) / heads, (p->V + 2 * j->kernels->lanes - 1) / (2 * j->kernels->lanes));
     wkv6_parallel_for(heads * j->column_blocks, run_units, j);
   }
   return atomic_load(&j->out_of_memory) ? WKV6_E_MEMORY : WKV6_OK;

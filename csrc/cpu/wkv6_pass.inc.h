@@ -6,10 +6,17 @@ INLINE int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 
 INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-/* Hands out `count` reals of scratch, keeping every array 64-byte aligned. */
-static real *take(char **scratch, int64_t count) {
-  real *taken = (real *)*scratch;
-  *scratch += round_up(count * (int64_t)sizeof(real), 64);
+/* Scratch memory that is handed out from its start on. Without a base it only counts: the size of a layout is what
+ * laying it out in nothing has used. */
+typedef struct {
+  char *base;
+  size_t used;
+} arena;
+
+/* `count` reals of it, 64-byte aligned. */
+static real *take(arena *scratch, int64_t count) {
+  real *taken = scratch->base ? (real *)(scratch->base + scratch->used) : NULL;
+  scratch->used += (size_t)round_up(count * (int64_t)sizeof(real), 64);
   return taken;
 }
 
@@ -19,7 +26,7 @@ typedef struct {
   real *state; /* [heads][K][V_] */
 } state_block;
 
-static state_block state_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+static state_block state_layout(const wkv6_problem *p, int64_t heads, arena *scratch) {
   state_block b;
   b.rest = take(scratch, heads * round_up(p->K, LANES));
   b.state = take(scratch, heads * p->K * round_up(p->V, LANES));
@@ -86,7 +93,7 @@ typedef struct {
   real *adjoint; /* [heads][V_][K_] G at the segment's end, then at its start */
 } adjoint_block;
 
-static adjoint_block adjoint_layout(const wkv6_problem *p, int64_t heads, char **scratch) {
+static adjoint_block adjoint_layout(const wkv6_problem *p, int64_t heads, arena *scratch) {
   const int64_t K_ = round_up(p->K, LANES), V_ = round_up(p->V, LANES);
   adjoint_block b;
   b.natural = take(scratch, K_ * V_);
