@@ -63,9 +63,9 @@ def wkv6(
         What `w` holds.
     algorithm : {"auto", "recurrent", "chunk"}
         Token by token, or as matrix products over chunks of tokens; "auto" takes whichever is faster. The results agree
-        to rounding.
+        to rounding. On CUDA all three are the token-by-token kernels for now.
     precision : {"default", "fast", "exact"}
-        Operands of the CUDA chunk kernels. Without effect on the CPU.
+        Operands of the CUDA chunk kernels to come. Without effect for now.
 
     Returns
     -------
@@ -81,7 +81,9 @@ def wkv6(
         An argument of the wrong type, dtype, shape, device or value; the message names it, what came and what was
         wanted.
     RuntimeError
-        A second derivative was asked for.
+        A second derivative was asked for; or tensors on CUDA, without a driver or in a build without CUDA kernels.
+    NotImplementedError
+        K or V beyond what the CUDA kernels hold (docs/cuda.md).
     NotImplementedError
         A forward-mode derivative was asked for, or ``torch.func.vmap`` over `cu_seqlens`.
 
