@@ -101,8 +101,8 @@ INLINE real sum_of_lanes(lanes x) {
   return sum;
 }
 
-/* One level of the pairwise sums of take_row_sums(): in every block of 2 * S lanes the low half receives lane l + lane
- * l + S of a, the high half the same of b. */
+/* One level of the pairwise sums of row_sums(): in every block of 2 * S lanes the low half receives lane l + lane l + S
+ * of a, the high half the same of b. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -225,12 +225,11 @@ static void backward_segment(const wkv6_problem *p, const backward_block *b, int
 /* What is still to be multiplied into dr and dw, and out with everything. */
 static void backward_store(const wkv6_problem *p, const backward_block *b, const sequence *s, int64_t n, int64_t h,
                            int64_t t, int64_t count) {
-  const lanes scale = broadcast((real)p->scale), none = broadcast(0), minus_infinity = broadcast(-(real)INFINITY);
+  const lanes scale = broadcast((real)p->scale);
   for (int64_t c = 0; c < count * b->K_; c += LANES) {
     store(b->grad_r + c, scale * load(b->grad_r + c));
     const lanes grad_w = load(b->d + c) * load(b->grad_w + c), w = load(b->w + c);
-    /* raw: dx = dw * w, and 0 where exp(x) overflowed and nothing is left of the state */
-    store(b->grad_w + c, p->flags & WKV6_RAW_DECAY ? choose(w == minus_infinity, none, grad_w * w) : grad_w);
+    store(b->grad_w + c, p->flags & WKV6_RAW_DECAY ? gradient_of_raw(grad_w, w) : grad_w);
   }
   store_tokens(&p->grad_r, s, h, t, count, p->K, b->grad_r, b->K_);
   store_tokens(&p->grad_k, s, h, t, count, p->K, b->grad_k, b->K_);

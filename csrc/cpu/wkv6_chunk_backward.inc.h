@@ -282,11 +282,6 @@ INLINE lanes gradients_of_bonus(channel_block *b, lanes u, lanes grad_u) {
 }
 #undef ROW
 
-/* dx = dw * w where w = -exp(x), and 0 where exp(x) overflowed and nothing is left of the state. */
-INLINE lanes gradient_of_raw(lanes grad_w, lanes w) {
-  return choose(w == broadcast(-(real)INFINITY), broadcast(0), grad_w * w);
-}
-
 /* Finishes dr, dk, dw and du of a chunk; grad_r and grad_k come in as do S and v G, without any decay. `w` is NULL
  * unless w is raw. */
 INLINE void finish_gradients(const sizes z, const chunk_block *chunk, const chunk_backward_block *b, const real *M,

@@ -34,3 +34,8 @@ static void decay_row(real *w, real *d, real *rest, int64_t width, int raw) {
     store(d + i, decay_factor(e, m, rest + i));
   }
 }
+
+/* dx = dw * w where w = -exp(x), and 0 where exp(x) overflowed and nothing is left of the state. */
+INLINE lanes gradient_of_raw(lanes grad_w, lanes w) {
+  return choose(w == broadcast(-(real)INFINITY), broadcast(0), grad_w * w);
+}
