@@ -20,9 +20,9 @@
 #define NEEDS_TORCH "rwkv6_ops needs a torch whose tensors have the DLPack C exchange API: torch >= 2.10"
 
 typedef struct {
-  /* The table of the tensor types seen so far: torch.Tensor, then torch.nn.Parameter, then whatever subclass comes. */
-  PyObject *types[2];
+  PyObject *types[2]; /* torch.Tensor and torch.nn.Parameter, whose exchange table is the same */
   const dl_exchange *exchange;
+  PyObject *is_neg; /* torch.Tensor.is_neg */
 } module_state;
 
 /* ---- Tensors ---- */
@@ -40,21 +40,16 @@ static const dl_exchange *exchange_of(PyObject *type) {
   return (const dl_exchange *)header;
 }
 
+static int is_plain_type(const module_state *state, PyObject *type) {
+  return type == state->types[0] || type == state->types[1];
+}
+
 /* The exchange table for this object's type, or NULL with TypeError. */
-static const dl_exchange *find_exchange(module_state *state, PyObject *object, const char *name) {
+static const dl_exchange *find_exchange(const module_state *state, PyObject *object, const char *name) {
   PyObject *type = (PyObject *)Py_TYPE(object);
-  if (type == state->types[0] || type == state->types[1]) return state->exchange;
+  if (is_plain_type(state, type)) return state->exchange;
   const dl_exchange *exchange = exchange_of(type);
-  if (!exchange) {
-    PyErr_Format(PyExc_TypeError, "%s: %R, expected a torch.Tensor", name, type);
-    return NULL;
-  }
-  PyObject **free_slot = !state->types[0] ? &state->types[0] : !state->types[1] ? &state->types[1] : NULL;
-  if (free_slot && (!state->exchange || state->exchange == exchange)) {
-    state->exchange = exchange;
-    Py_INCREF(type);
-    *free_slot = type;
-  }
+  if (!exchange) PyErr_Format(PyExc_TypeError, "%s: %R, expected a torch.Tensor", name, type);
   return exchange;
 }
 
@@ -371,6 +366,21 @@ static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t
   return launch(&c, wkv6_cpu_step, offsetof(wkv6_cuda_library, step));
 }
 
+/* Types first: a subclass's is_neg may be anything. */
+static PyObject *native_is_plain(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  const module_state *state = PyModule_GetState(module);
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (args[i] != Py_None && !is_plain_type(state, (PyObject *)Py_TYPE(args[i]))) Py_RETURN_FALSE;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (args[i] == Py_None) continue;
+    PyObject *negated = PyObject_CallFunctionObjArgs(state->is_neg, args[i], NULL);
+    if (!negated) return NULL;
+    Py_DECREF(negated); /* True and False outlive this */
+    if (negated != Py_False) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
 static PyObject *isa_names(int runnable_only) {
   Py_ssize_t count = 0;
   for (const wkv6_isa *isa = wkv6_isas; isa->name; isa++) count += !runnable_only || isa->runs_here();
@@ -440,6 +450,10 @@ PyDoc_STRVAR(
     "Fills the gradients that are not None.");
 PyDoc_STRVAR(step_doc,
              "step(r, k, v, w, u, state, o, cu_seqlens, scale, flags, segment)\nOne token; fills o and updates state.");
+PyDoc_STRVAR(
+    is_plain_doc,
+    "is_plain(*tensors): whether each is None, or a torch.Tensor or torch.nn.Parameter, no subclass, whose memory\n"
+    "holds its values: without a lazy minus sign, which DLPack does not tell.");
 PyDoc_STRVAR(isas_doc, "Names of the instruction sets whose kernels run on this machine, best first.");
 PyDoc_STRVAR(isas_built_doc, "Names of the instruction sets that kernels were compiled for, best first.");
 PyDoc_STRVAR(isa_doc, "Name of the instruction set in use.");
@@ -455,6 +469,7 @@ static PyMethodDef methods[] = {
     {"forward", FASTCALL(native_forward), METH_FASTCALL, forward_doc},
     {"backward", FASTCALL(native_backward), METH_FASTCALL, backward_doc},
     {"step", FASTCALL(native_step), METH_FASTCALL, step_doc},
+    {"is_plain", FASTCALL(native_is_plain), METH_FASTCALL, is_plain_doc},
     {"isas", native_isas, METH_NOARGS, isas_doc},
     {"isas_built", native_isas_built, METH_NOARGS, isas_built_doc},
     {"isa", native_isa, METH_NOARGS, isa_doc},
@@ -463,16 +478,27 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *attribute_of(const char *module, const char *name) {
+  PyObject *found = PyImport_ImportModule(module);
+  PyObject *attribute = found ? PyObject_GetAttrString(found, name) : NULL;
+  Py_XDECREF(found);
+  return attribute;
+}
+
+static int find_torch(module_state *state) {
+  state->types[0] = attribute_of("torch", "Tensor");
+  state->types[1] = state->types[0] ? attribute_of("torch.nn", "Parameter") : NULL;
+  state->is_neg = state->types[1] ? PyObject_GetAttrString(state->types[0], "is_neg") : NULL;
+  if (!state->is_neg) return -1;
+  state->exchange = exchange_of(state->types[0]);
+  if (!state->exchange) PyErr_SetString(PyExc_ImportError, NEEDS_TORCH);
+  return state->exchange ? 0 : -1;
+}
+
 static int module_exec(PyObject *module) {
   const char *wanted = getenv("RWKV6_OPS_ISA");
   if (wanted && *wanted && use_isa(wanted, PyExc_ImportError)) return -1;
-  PyObject *torch = PyImport_ImportModule("torch");
-  PyObject *tensor = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
-  const int exchanges = tensor && exchange_of(tensor);
-  if (tensor && !exchanges) PyErr_SetString(PyExc_ImportError, NEEDS_TORCH);
-  Py_XDECREF(tensor);
-  Py_XDECREF(torch);
-  if (!exchanges) return -1;
+  if (find_torch(PyModule_GetState(module))) return -1;
   if (PyModule_AddIntConstant(module, "REVERSE", WKV6_REVERSE) ||
       PyModule_AddIntConstant(module, "RAW_DECAY", WKV6_RAW_DECAY) ||
       PyModule_AddIntConstant(module, "RECURRENT", WKV6_RECURRENT) ||
@@ -486,6 +512,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   module_state *state = PyModule_GetState(module);
   Py_VISIT(state->types[0]);
   Py_VISIT(state->types[1]);
+  Py_VISIT(state->is_neg);
   return 0;
 }
 
@@ -493,6 +520,7 @@ static int module_clear(PyObject *module) {
   module_state *state = PyModule_GetState(module);
   Py_CLEAR(state->types[0]);
   Py_CLEAR(state->types[1]);
+  Py_CLEAR(state->is_neg);
   return 0;
 }
 

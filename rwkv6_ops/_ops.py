@@ -28,7 +28,9 @@ _NO_VMAP_OVER_OFFSETS = "rwkv6_ops: no vmap over cu_seqlens: the sequences of al
 
 # Looked up once: the functions of one call take less time than finding them.
 _empty_like, _contiguous_format, _grad_enabled = torch.empty_like, torch.contiguous_format, torch.is_grad_enabled
-_native_forward, _native_step, _REVERSE, _RAW_DECAY = _native.forward, _native.step, _native.REVERSE, _native.RAW_DECAY
+_native_forward, _native_step, _native_is_plain = _native.forward, _native.step, _native.is_plain
+_REVERSE, _RAW_DECAY = _native.REVERSE, _native.RAW_DECAY
+_DOUBLE, _SINGLE = torch.float64, torch.float32
 
 _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -72,11 +74,17 @@ def _state_shape(r: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple:
     return (sequences, r.shape[2], r.shape[3], v.shape[3])
 
 
+def _empty_contiguous(x: Tensor) -> Tensor:
+    """Like x, contiguous; torch reads a memory_format more slowly than it makes a tensor."""
+    like = _empty_like(x)
+    return like if like.is_contiguous() else _empty_like(x, memory_format=_contiguous_format)
+
+
 def _allocate_final_state(r, v, initial_state, cu_seqlens) -> Tensor:
-    dtype = _state_dtype(r)
-    if initial_state is not None and initial_state.dtype is dtype:
-        return _empty_like(initial_state, memory_format=_contiguous_format)  # half the time of new_empty
-    return r.new_empty(_state_shape(r, v, cu_seqlens), dtype=dtype)
+    # empty_like takes half the time of new_empty. Where the initial state is double, everything is.
+    if initial_state is not None and ((dtype := initial_state.dtype) is _SINGLE or dtype is _DOUBLE):
+        return _empty_like(initial_state)
+    return r.new_empty(_state_shape(r, v, cu_seqlens), dtype=_state_dtype(r))
 
 
 def _allocate_forward(
@@ -86,7 +94,7 @@ def _allocate_forward(
 
     Of the checkpoints, the last `spare` are left unwritten.
     """
-    o = _empty_like(v, memory_format=_contiguous_format)
+    o = _empty_contiguous(v)
     final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
     checkpoints = None
     if checkpoint:
@@ -180,7 +188,7 @@ def _backward_op_kernel(r, k, v, w, u, initial_state, cu_seqlens, checkpoints, *
 
 
 def _step_op_kernel(r, k, v, w, u, state, scale, raw_decay):
-    o = _empty_like(v, memory_format=_contiguous_format)
+    o = _empty_contiguous(v)
     _native_step(r, k, v, w, u, state, o, None, scale, _flags(False, raw_decay), 1)
     return o
 
@@ -206,7 +214,7 @@ def _(r, k, v, w, u, initial_state, *options):
 
 @torch.library.register_fake("rwkv6_ops::wkv6_step_", lib=_library)
 def _(r, k, v, w, u, state, scale, raw_decay):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return _empty_contiguous(v)
 
 
 # ---- Autograd ----
@@ -317,7 +325,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _eager_backward(*inputs):
     if torch.is_grad_enabled():  # create_graph=True
         return _OnceDifferentiable.apply(*inputs)
-    if all(x is None or (type(x) in _PLAIN_TYPES and not x.is_neg()) for x in inputs[8:10]) and not _dispatch_modes():
+    if not _dispatch_modes() and _native_is_plain(*inputs[8:10]):  # grad_o, grad_final_state
         try:
             return _backward_kernel(*inputs)
         except RuntimeError:  # batched gradients: no memory to read
@@ -378,7 +386,6 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, selectiv
 _transforms = torch._C._functorch.peek_interpreter_stack  # torch.func.grad, vmap ...
 _forward_ad = torch.autograd.forward_ad
 _increment_version = torch.autograd.graph.increment_version
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 # What the C core raises before anything is launched, and torch for a tensor without readable memory (meta, sparse).
 REFUSALS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
@@ -387,18 +394,11 @@ REFUSALS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 def is_plain(r, k, v, w, u, state: Tensor | None, other: Tensor | None) -> bool:
     """True where the dispatcher would find nothing to do but to call autograd and the kernel.
 
-    Written out, and asking for types before anything else, because it runs before every call.
+    It runs before every call.
     """
     if _compiling() or _dispatch_modes() or _transforms() is not None or _tracing() or _forward_ad._current_level >= 0:
         return False
-    types = _PLAIN_TYPES
-    if not (type(r) in types and type(k) in types and type(v) in types and type(w) in types and type(u) in types):
-        return False
-    if r.is_neg() or k.is_neg() or v.is_neg() or w.is_neg() or u.is_neg():  # the C core would not see a lazy minus sign
-        return False
-    return (state is None or (type(state) in types and not state.is_neg())) and (
-        other is None or (type(other) in types and not other.is_neg())
-    )
+    return _native_is_plain(r, k, v, w, u, state, other)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -432,9 +432,9 @@ def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_sta
         options = (scale, output_final_state, reverse, raw_decay, algorithm)
         outputs = _apply_eager(r, k, v, w, u, initial_state, cu_seqlens, *options)
         return outputs if output_final_state else (outputs, None)
-    o = _empty_like(v, memory_format=_contiguous_format)
+    o = _empty_contiguous(v)
     final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
-    flags = _flags(reverse, raw_decay, algorithm)
+    flags = (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0) | _ALGORITHMS[algorithm]
     _native_forward(r, k, v, w, u, initial_state, o, final_state, None, cu_seqlens, scale, flags, CHECKPOINT["cpu"])
     return o, final_state
 
@@ -455,7 +455,7 @@ def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_fina
 
 def wkv6_step_eager_(r, k, v, w, u, state, scale, raw_decay, out):
     """One token on plain tensors, `state` updated in place: o. Raises REFUSALS."""
-    o = _empty_like(v, memory_format=_contiguous_format) if out is None else out
+    o = _empty_contiguous(v) if out is None else out
     _native_step(r, k, v, w, u, state, o, None, scale, _RAW_DECAY if raw_decay else 0, 1)
     if not state.is_inference():
         _increment_version(state)
