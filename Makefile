@@ -41,9 +41,9 @@ $(VENV)/demo.stamp: $(VENV)/tools.stamp
 demo: install $(VENV)/demo.stamp
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Models of other packages, for tests/test_peers.py: two small ones, without what else they would bring.
+# Models of other packages, for tests/test_peers.py: without what else they would bring.
 $(VENV)/peers.stamp: $(VENV)/tools.stamp
-	$(INSTALL) --no-deps rwkv rwkv-simple einops
+	$(INSTALL) --no-deps rwkv rwkv-simple flash-linear-attention einops
 	touch $@
 
 test: install $(VENV)/peers.stamp

@@ -3,10 +3,10 @@
 
 The packages are optional: a test is skipped where its one is absent. To have them all:
 
-    pip install --no-deps rwkv-simple rwkv flash-linear-attention fla-core einops triton
+    pip install --no-deps rwkv-simple rwkv flash-linear-attention einops
 """
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -101,42 +101,57 @@ def test_rwkv_simple_generates_with_states(monkeypatch: pytest.MonkeyPatch):
 # ---- flash-linear-attention ----
 
 
+class Rows(torch.nn.GroupNorm):
+    """A group norm over [B, T, C], each token by itself."""
+
+    def __init__(self, groups: int, channels: int, elementwise_affine: bool, bias: bool, eps: float) -> None:
+        super().__init__(groups, channels, eps, affine=elementwise_affine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
 def shift_by_one(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """What its Triton kernel of that name computes: the token before, less the present one."""
     return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1) - x
 
 
-def test_flash_linear_attention(monkeypatch: pytest.MonkeyPatch):
-    """Its RWKV-6 layer on a CPU. Its token shift and group norm are Triton kernels too, and are torch's here; the
-    module is loaded without its siblings, which need transformers."""
-    needs("triton")
-    fla = needs("fla")
-    monkeypatch.setitem(sys.modules, "fla.layers", types.ModuleType("fla.layers"))
-    sys.modules["fla.layers"].__path__ = [str(Path(fla.__path__[0]) / "layers")]
-    layers = importlib.import_module("fla.layers.rwkv6")
-    monkeypatch.setattr(layers, "token_shift", shift_by_one)
+# What the layer imports of its own package: all of it Triton, or in need of transformers. Here in torch.
+FLA_SIBLINGS = {
+    "fla.layers.utils": {"get_layer_cache": lambda *_: None, "update_layer_cache": lambda *_, **__: None},
+    "fla.modules": {"GroupNorm": Rows},
+    "fla.modules.activations": {"ACT2FN": {"swish": torch.nn.functional.silu}},
+    "fla.modules.token_shift": {"token_shift": shift_by_one},
+    "fla.ops": {},
+    "fla.ops.rwkv6": {"chunk_rwkv6": rwkv6_ops.chunk_rwkv6, "fused_recurrent_rwkv6": rwkv6_ops.fused_recurrent_rwkv6},
+}
+
+
+def fla_layer_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """fla.layers.rwkv6 as it is in its file, without the packages around it."""
+    spec = importlib.util.find_spec("fla")
+    if spec is None:
+        pytest.skip("not tested: the layer of flash-linear-attention, which is not installed")
+    folder = Path(spec.submodule_search_locations[0])
+    packages = {"fla": {"__path__": [str(folder)]}, "fla.layers": {"__path__": [str(folder / "layers")]}}
+    for name, contents in (packages | FLA_SIBLINGS).items():
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "fla.layers.rwkv6", raising=False)
+    return importlib.import_module("fla.layers.rwkv6")
+
+
+@pytest.mark.filterwarnings("ignore:According to Bo")
+@pytest.mark.parametrize(("T", "called"), [(80, "chunk_rwkv6"), (20, "fused_recurrent_rwkv6")])
+def test_flash_linear_attention(T: int, called: str, monkeypatch: pytest.MonkeyPatch):
+    """Its RWKV-6 layer on a CPU, which takes chunks beyond 64 tokens; the float64 layer around the reference is right."""
+    layers = fla_layer_module(monkeypatch)
     layer = randomise(layers.RWKV6Attention(hidden_size=32, num_heads=2, expand_k=0.5))
-    layer.g_norm, layer.gate_fn = Rows(torch.nn.GroupNorm(2, 32)), torch.nn.functional.silu
-    x = torch.randn(2, 80, 32, generator=torch.Generator().manual_seed(1))  # beyond 64 tokens it takes mode="chunk"
-    results = []
-    for T in (80, 20):
-        for name in ("chunk_rwkv6", "fused_recurrent_rwkv6"):
-            monkeypatch.setattr(layers, name, getattr(rwkv6_ops, name))
-        results.append(forward_and_gradients(layer.float(), x[:, :T]))
-        for name in ("chunk_rwkv6", "fused_recurrent_rwkv6"):
-            monkeypatch.setattr(layers, name, reference.wkv6)
-        assert_all_close(results[-1], forward_and_gradients(layer.double(), x[:, :T].double()), 1e-4)
-
-
-class Rows(torch.nn.Module):
-    """A norm over [B, T, C], each token by itself."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.flatten(0, 1)).view_as(x)
+    x = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1))
+    got = forward_and_gradients(layer, x)
+    monkeypatch.setattr(layers, called, reference.wkv6)
+    assert_all_close(got, forward_and_gradients(layer.double(), x.double()), 1e-4)
 
 
 # ---- The rwkv package ----
