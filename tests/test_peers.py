@@ -145,7 +145,7 @@ def fla_layer_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 @pytest.mark.filterwarnings("ignore:According to Bo")
 @pytest.mark.parametrize(("T", "called"), [(80, "chunk_rwkv6"), (20, "fused_recurrent_rwkv6")])
 def test_flash_linear_attention(T: int, called: str, monkeypatch: pytest.MonkeyPatch):
-    """Its RWKV-6 layer on a CPU, which takes chunks beyond 64 tokens; the float64 layer around the reference is right."""
+    """Its RWKV-6 layer on a CPU: chunks beyond 64 tokens. What is right is the float64 layer around the reference."""
     layers = fla_layer_module(monkeypatch)
     layer = randomise(layers.RWKV6Attention(hidden_size=32, num_heads=2, expand_k=0.5))
     x = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1))
