@@ -96,7 +96,8 @@ class BuildWithCuda(build_ext):
         """Compiles `library`, unless the same command made it from the same sources."""
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
         host = ["-shared", "-cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden", f"--threads={os.cpu_count()}"]
-        command = [nvcc, *NVCC_FLAGS, *code_flags(architectures), *host, "-o", str(library), "cuda/launch.cu"]
+        sources = [str(path) for path in CUDA_SOURCES if path.suffix == ".cu"]
+        command = [nvcc, *NVCC_FLAGS, *code_flags(architectures), *host, "-o", str(library), *sources]
         made_from = hashlib.sha256("\n".join(command).encode())
         for source in CUDA_SOURCES:
             made_from.update(source.read_bytes())

@@ -56,7 +56,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     output = tmp_path_factory.mktemp("nvcc") / "librwkv6_cuda.so"
     code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
     host = ["-shared", "-cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-    command = [NVCC, *nvcc_flags(), *host, "-Xptxas=-v", code, "-o", output, ROOT / "cuda" / "launch.cu"]
+    sources = sorted((ROOT / "cuda").glob("*.cu"))
+    command = [NVCC, *nvcc_flags(), *host, "-Xptxas=-v", code, "-o", output, *sources]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return output, run.stderr

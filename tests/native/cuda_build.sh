@@ -3,12 +3,14 @@
 # Builds the CUDA kernels for the emulated device: cuda_build.sh KIND OUTPUT, where KIND is
 #   library                  a shared library with the C API of librwkv6_cuda.so, for the Python tests
 #   plain|asan|tsan|msan     the native driver, by itself or under a sanitizer (those want clang)
-# CXX chooses the compiler, CUDA_SOURCES another folder than cuda/ to take the kernels from.
+# CXX chooses the compiler, CUDA_SOURCES another folder than cuda/ to take the kernels from. CUDA_COMMON is a folder that
+# keeps what does not come from there, the emulator and the driver, for the next build of the same KIND.
 set -euo pipefail
 kind=$1 output=$2 root=$(cd "$(dirname "$0")/../.." && pwd)
 sources=${CUDA_SOURCES:-$root/cuda}
 objects=$(mktemp -d)
 trap 'rm -r "$objects"' EXIT
+common=${CUDA_COMMON:-$objects}
 
 flags=(-std=c++17 -O2 -g1 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Wno-unknown-pragmas -Werror -DWKV6_EMULATE)
 [[ $(uname -m) == x86_64 ]] && grep -qw fma /proc/cpuinfo && flags+=(-mfma)
@@ -25,8 +27,13 @@ case $kind in
 esac
 
 compile() { "${CXX:-c++}" "${flags[@]}" "$@"; }
-compile "${kernel[@]}" -x c++ -c "$sources/launch.cu" -o "$objects/launch.o" &
-compile "${scheduler[@]}" -c "$root/cuda/host_emulation/emulator.cpp" -o "$objects/emulator.o"
-[[ $kind == library ]] || compile "${kernel[@]}" -c "$root/tests/native/cuda_driver.cpp" -o "$objects/driver.o"
-wait $!
-"${CXX:-c++}" "${link[@]}" "$objects"/*.o -o "$output"
+emulator=$common/$kind-emulator.o driver=$common/$kind-driver.o jobs=()
+for file in "$sources"/*.cu; do
+  compile "${kernel[@]}" -x c++ -c "$file" -o "$objects/$(basename "$file").o" &
+  jobs+=($!)
+done
+[[ -e $emulator ]] || compile "${scheduler[@]}" -c "$root/cuda/host_emulation/emulator.cpp" -o "$emulator"
+[[ $kind == library || -e $driver ]] || compile "${kernel[@]}" -c "$root/tests/native/cuda_driver.cpp" -o "$driver"
+for job in "${jobs[@]}"; do wait "$job"; done
+[[ $kind == library ]] && driver=
+"${CXX:-c++}" "${link[@]}" "$objects"/*.cu.o "$emulator" $driver -o "$output"

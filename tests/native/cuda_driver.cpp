@@ -4,8 +4,10 @@
  * instances, through the C API. It links to nothing but the emulated library, so it runs under any sanitizer; the case
  * table of tests/cases.py is for Python.
  *
- *     cuda_driver [order [seed [what]]]     order 0, 1 or 2 as in wkv6_emulation_set; `what` is a part of the names of
- * the problems to run
+ *     cuda_driver [order [seed [what]]]
+ *
+ * order: 0, 1 or 2 as in wkv6_emulation_set. what: run only the problems with this in their names; with a minus before
+ * it, only those without.
  */
 #include "../../cuda/host_emulation/emulator.h"
 #include "../../cuda/wkv6_cuda.h"
@@ -300,8 +302,10 @@ int main(int count, char **words) {
   wkv6_emulation_set("order", count > 1 ? std::atoi(words[1]) : 0);
   wkv6_emulation_set("seed", count > 2 ? std::atoi(words[2]) : 1);
   wkv6_emulation_set("count_banks", 1);
+  const bool without = count > 3 && *words[3] == '-';
+  const std::string what = count > 3 ? words[3] + without : "";
   for (const problem &q : problems())
-    if (count <= 3 || std::string(q.name).find(words[3]) != std::string::npos) run(q);
+    if ((std::string(q.name).find(what) == std::string::npos) == without) run(q);
   std::printf("%d of %d comparisons failed\n", failures, compared);
   return failures || !compared;
 }

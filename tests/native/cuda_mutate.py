@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Breaks the CUDA kernels one way at a time and sees whether the tests notice: `make mutate`.
 
-Each barrier, wait and commit is deleted in turn; EDITS are mistakes that someone could make. (What passes decays on is
-not among them: short problems do not show it. tests/test_decay.py does.) A mutant counts as caught
+Each barrier, wait and commit of each kernel is deleted in turn; EDITS are mistakes that someone could make. (What
+passes decays on is not among them: short problems do not show it. tests/test_decay.py does.) A mutant counts as caught
 when the native driver fails, by itself in three orders of execution or under a sanitizer. Needs clang++-19.
 An argument chooses the mutants whose names match it, a regular expression.
 """
@@ -20,9 +20,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parent.parent / "cuda"
-KERNELS = ("recurrent_forward.cuh", "recurrent_backward.cuh", "recurrent_step.cuh")
+KERNELS = sorted(path.name for path in CUDA.glob("*_*.cuh"))
 RUNS = (("plain", "0"), ("plain", "1"), ("plain", "2"), ("tsan", "0"), ("msan", "0"), ("asan", "0"))
+RUNS_WITHOUT_BARRIER = (("tsan", "0"), *RUNS)  # what notices most of these, first
 TIMEOUT = 300
+
+# Which problems of the driver a mutant of a file has to fail; all where a file is not named.
+PROBLEMS = {"recurrent_": "-chunk", "chunk_": "chunk"}
 
 # (file, text, what to put in its place, what is wrong with that)
 EDITS = (
@@ -73,7 +77,7 @@ def mutants() -> list[tuple[str, str, str]]:
     for name in KERNELS:
         lines = (CUDA / name).read_text().splitlines(keepends=True)
         for i, line in enumerate(lines):
-            call = re.search(r"(block_barrier|copy_async_wait|copy_async_commit)\(\);", line)
+            call = re.search(r"(\w*_barrier|copy_async_wait|copy_async_commit)(<\w+>)?\(\w*\);", line)
             if call:
                 text = "".join((*lines[:i], line.replace(call.group(), "(void)0;"), *lines[i + 1 :]))
                 found.append((f"{name}:{i + 1}: without {call.group(1)}", name, text))
@@ -85,28 +89,28 @@ def mutants() -> list[tuple[str, str, str]]:
     return found
 
 
-def caught_by(mutant: tuple[str, str, str]) -> str | None:
+def build(kind: str, driver: Path, common: Path, sources: Path = CUDA) -> bool:
+    environment = {"CXX": "clang++-19", **os.environ, "CUDA_SOURCES": str(sources), "CUDA_COMMON": str(common)}
+    return subprocess.run([HERE / "cuda_build.sh", kind, driver], env=environment, check=False).returncode == 0
+
+
+def caught_by(mutant: tuple[str, str, str], common: Path) -> str | None:
     """The run that fails, or None if the mutant survives, or does not compile and is no mutant."""
-    _, name, text = mutant
+    what, name, text = mutant
+    problems = next((some for start, some in PROBLEMS.items() if name.startswith(start)), "")
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "cuda"
         shutil.copytree(CUDA, sources)
         shutil.copytree(CUDA.parent / "csrc", Path(folder) / "csrc")
         (sources / name).write_text(text)
-        environment = {
-            "CXX": "clang++-19",
-            **os.environ,
-            "CUDA_SOURCES": str(sources),
-            "ASAN_OPTIONS": "detect_leaks=0",
-        }
-        for kind, order in RUNS:
+        for kind, order in RUNS_WITHOUT_BARRIER if what.endswith("_barrier") else RUNS:
             driver = Path(folder) / kind
-            if not driver.exists():
-                build = subprocess.run([HERE / "cuda_build.sh", kind, driver], env=environment, check=False)
-                if build.returncode:
-                    return None
+            if not driver.exists() and not build(kind, driver, common, sources):
+                return None
+            command = [driver, order, "1", problems]
             try:
-                run = subprocess.run([driver, order], env=environment, capture_output=True, timeout=TIMEOUT)
+                run = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
                 return f"{kind} {order}: does not end"
             if run.returncode:
@@ -118,8 +122,11 @@ def main() -> int:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [m for m in mutants() if re.search(part, m[0])]
     survivors = 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, how in zip(chosen, pool.map(caught_by, chosen), strict=True):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        common = Path(folder)
+        for kind in dict(RUNS):
+            build(kind, common / kind, common)
+        for mutant, how in zip(chosen, pool.map(lambda m: caught_by(m, common), chosen), strict=True):
             survivors += how is None
             print(f"{'SURVIVES' if how is None else 'caught'}  {mutant[0]}  ({how})", flush=True)
     print(f"{survivors} of {len(chosen)} mutants survive")
