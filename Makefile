@@ -41,9 +41,10 @@ $(VENV)/demo.stamp: $(VENV)/tools.stamp
 demo: install $(VENV)/demo.stamp
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Models of other packages, for tests/test_peers.py: without what else they would bring.
+# Models and operators of other packages, for the tests, without what else they would bring; matplotlib for the reports.
 $(VENV)/peers.stamp: $(VENV)/tools.stamp
-	$(INSTALL) --no-deps rwkv rwkv-simple flash-linear-attention einops
+	$(INSTALL) matplotlib
+	$(INSTALL) --no-deps rwkv rwkv-simple flash-linear-attention einops pywhispercpp
 	touch $@
 
 test: install $(VENV)/peers.stamp
@@ -65,8 +66,15 @@ check-kernels: build/native/guard_pages $(if $(filter --bench,$(ARGS)),build/nat
 	build/native/guard_pages
 	$(if $(filter --bench,$(ARGS)),build/native/bench_kernels)
 
-bench: install
-	$(BIN)/python benchmarks/bench_wkv6.py $(ARGS)
+# Some minutes; with ARGS=--quick a few seconds. Other peers take part where they are installed: benchmarks/peers.py names them.
+$(VENV)/bench.stamp: $(VENV)/tools.stamp
+	$(INSTALL) matplotlib
+	$(INSTALL) --no-deps pywhispercpp
+	touch $@
+
+bench: install $(VENV)/bench.stamp
+	$(BIN)/python -m benchmarks run $(ARGS)
+	$(BIN)/python -m benchmarks report
 
 # The compile at -O2 is for the warnings that only the optimiser can give.
 C_FLAGS = -std=gnu17 -D_GNU_SOURCE -DPy_LIMITED_API=0x030A0000 -Icsrc \

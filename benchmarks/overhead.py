@@ -20,7 +20,8 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last, so that an installed rwkv6_ops comes first
 
 import rwkv6_ops
-from benchmarks.timing import interleaved, machine, machine_line
+from benchmarks.machine import machine, machine_line
+from benchmarks.timing import interleaved
 from rwkv6_ops import _native
 
 

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator is compared with: the loop that Hugging Face's RWKV-6 runs on a CPU, and ggml's operator."""
+"""What the operator is compared with, each peer behind one signature, that of `rwkv6_ops.wkv6`.
+
+A peer that is not installed, or cannot do a point, says why; nothing is dropped in silence.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import weakref
-from pathlib import Path
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-GGML_PACKAGE = "pywhispercpp==1.5.1"  # a wheel that ships ggml's shared libraries, the RWKV-6 operator among them
+from benchmarks.ggml import GGML_PACKAGE, GgmlWKV6
+from benchmarks.points import Point, operands
+
+_LOOP_TOKENS = 16384  # over which one call of a loop takes seconds
+_LOOP_BYTES = 3e9  # that autograd may keep for a loop: some five states a token
+_UNROLLED = 64  # tokens over which torch.compile takes minutes to unroll the loop
 
 
 def hf_loop(
@@ -64,86 +72,140 @@ def hf_loop(
     return o, state if output_final_state else None
 
 
-class GgmlWKV6:
-    """ggml's WKV6 on one problem size: fill once with `set`, then `run` recomputes it in place.
-
-    float32, forward only, N sequences of equal length, head size D for keys and values alike.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        Without the package named in `GGML_PACKAGE`.
-    """
-
-    class _InitParams(ctypes.Structure):
-        _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
-
-    def __init__(self, N: int, T: int, H: int, D: int) -> None:
-        self._base, self._cpu = _load_ggml()
-        self.shape = N, T, H, D
-        floats = 6 * N * T * H * D + 3 * N * H * D * D + H * D
-        room = 4 * floats + (16 << 20)  # tensor headers, the graph and its work buffer
-        self._context = ctypes.c_void_p(self._base.ggml_init(self._InitParams(room, None, False)))
-        weakref.finalize(self, self._base.ggml_free, self._context)
-        names = ("k", "v", "r", "u", "decay", "state")  # in the order of ggml's arguments
-        sizes = [(D, H, N * T)] * 3 + [(D, H, 1), (D, H, N * T), (D * D * H, N, 1)]
-        self._inputs = {name: self._new(*size) for name, size in zip(names, sizes, strict=True)}
-        self._output = ctypes.c_void_p(self._base.ggml_rwkv_wkv6(self._context, *self._inputs.values()))
-        self._graph = ctypes.c_void_p(self._base.ggml_new_graph(self._context))
-        self._base.ggml_build_forward_expand(self._graph, self._output)
-
-    def _new(self, *size: int) -> ctypes.c_void_p:
-        float32 = 0
-        tensor = self._base.ggml_new_tensor_3d(self._context, float32, *map(ctypes.c_int64, size))
-        return ctypes.c_void_p(tensor)
-
-    def _values(self, tensor: ctypes.c_void_p, count: int) -> np.ndarray:
-        data = ctypes.cast(self._base.ggml_get_data(tensor), ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(data, (count,))
-
-    def set(self, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor) -> None:
-        """Copy a problem in, laid out as for `rwkv6_ops.wkv6` with decay="log"."""
-        for name, x in {"r": r, "k": k, "v": v, "decay": w.exp(), "u": u, "state": state}.items():
-            self._values(self._inputs[name], x.numel())[:] = x.detach().float().flatten().numpy()
-
-    def run(self, threads: int) -> None:
-        status = self._cpu.ggml_graph_compute_with_ctx(self._context, self._graph, threads)
-        if status:
-            raise RuntimeError(f"ggml returned status {status}")
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Copies of o [N, T, H, D] and the final state [N, H, D, D]."""
-        N, T, H, D = self.shape
-        both = torch.from_numpy(self._values(self._output, N * T * H * D + N * H * D * D).copy())
-        o, state = both.split((N * T * H * D, N * H * D * D))
-        return o.view(N, T, H, D), state.view(N, H, D, D)
+def true_loop(*x: Tensor, **options: object) -> tuple[Tensor, Tensor | None]:
+    """The loop without its `no_grad`."""
+    return hf_loop(*x, true_gradients=True, **options)
 
 
-def _load_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    spec = importlib.util.find_spec("_pywhispercpp")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"ggml's operator comes with `pip install {GGML_PACKAGE}`")
-    folder = Path(spec.origin).parent
-    base, cpu = (_open_library(folder, name) for name in ("libggml-base", "libggml-cpu"))
-    handle, size = ctypes.c_void_p, ctypes.c_int64
-    for name, arguments in {
-        "ggml_init": [GgmlWKV6._InitParams],
-        "ggml_new_tensor_3d": [handle, ctypes.c_int, size, size, size],
-        "ggml_get_data": [handle],
-        "ggml_rwkv_wkv6": [handle] * 7,
-        "ggml_new_graph": [handle],
-        "ggml_build_forward_expand": [handle, handle],
-        "ggml_free": [handle],
-    }.items():
-        function = getattr(base, name)
-        function.argtypes, function.restype = arguments, handle
-    cpu.ggml_graph_compute_with_ctx.argtypes = [handle, handle, ctypes.c_int]
-    return base, cpu
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation; `load` imports it and raises ImportError where it cannot."""
+
+    name: str
+    load: Callable[[], Callable]
+    unfit: Callable[[Point], str]  # why it is not run at a point; "" where it is
 
 
-def _open_library(folder: Path, name: str) -> ctypes.CDLL:
-    # Wheels rename bundled libraries (name-<hash>.so); global, because libggml-cpu looks up libggml-base's symbols.
-    found = [*folder.glob(f"{name}.so*"), *folder.glob(f"pywhispercpp.libs/{name}-*.so*")]
-    if not found:
-        raise ModuleNotFoundError(f"no {name} beside _pywhispercpp; expected the wheel of {GGML_PACKAGE}")
-    return ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)
+def _loop_unfit(point: Point) -> str:
+    if point.T > _LOOP_TOKENS:
+        return f"a loop over {point.T} tokens"
+    if point.pass_ == "both" and 20 * point.token_heads * point.D**2 > _LOOP_BYTES:
+        return "autograd would keep gigabytes of states"
+    if point.threads > 1:
+        return "its operations are too small for threads"
+    return ""
+
+
+def _compiled_unfit(point: Point) -> str:
+    if point.pass_ == "decode":
+        return "one token: the loop without a loop"
+    return f"more than {_UNROLLED} tokens to unroll" if point.T > _UNROLLED else _loop_unfit(point)
+
+
+def _ggml_unfit(point: Point) -> str:
+    if point.device != "cpu":
+        return "the wheel has its CPU operator"
+    if point.pass_ == "both":
+        return "no backward pass"
+    return "" if point.dtype == "float32" else "float32 only"
+
+
+def _gpu_unfit(point: Point) -> str:
+    if point.device != "cuda":
+        return "GPU only"
+    return "states as they are needed for decoding were not mapped" if point.pass_ == "decode" else ""
+
+
+def _flash_rwkv_unfit(point: Point) -> str:
+    if point.pass_ == "both":
+        return "its backward pass returns None"
+    return _gpu_unfit(point) or ("" if point.D == 64 else "compiled for heads of 64")
+
+
+def _rwkv_ops_unfit(point: Point) -> str:
+    if point.pass_ == "decode":
+        return "no state in place"
+    if point.device == "cuda":
+        return "" if point.D == 64 and point.T <= 4096 else "compiled for heads of 64 and 4096 tokens"
+    if point.pass_ == "both" or point.D != 64:
+        return "its loop in keras, heads of 64: forward only"
+    return _loop_unfit(point) or ("another loop: once is enough" if point.T > 1024 else "")
+
+
+@cache
+def _compiled_loop() -> Callable:
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(true_loop, fullgraph=True, dynamic=False)
+
+
+def _load_ggml() -> Callable:
+    GgmlWKV6(1, 1, 1, 64)  # raises ImportError where the package is absent
+
+    def never_called(*x: Tensor, **options: object) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("ggml's graphs are run by `ggml_call`")
+
+    return never_called
+
+
+def _load_fla(name: str) -> Callable:
+    op = getattr(importlib.import_module("fla.ops.rwkv6"), name)
+    return lambda *x, **options: op(*x, scale=1.0, **options)
+
+
+def _load_flash_rwkv() -> Callable:
+    try:
+        op = importlib.import_module("flash_rwkv").rwkv6_cuda_linear_attention
+    except (OSError, RuntimeError) as error:  # it compiles at import
+        raise ImportError(f"flash_rwkv: {str(error).splitlines()[0]}") from error
+
+    def wkv(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        B, _, H, K = k.shape
+        state = torch.zeros(B, H, K, K, device=k.device)
+        return op(*(x.flatten(2).contiguous() for x in (r, k, v, torch.log(-w))), u, state)
+
+    return wkv
+
+
+def _load_rwkv_ops() -> Callable:
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    op = importlib.import_module("rwkv_ops").rwkv6_op
+
+    def wkv(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, None]:
+        return op(*(x.flatten(2) for x in (r, k, v, torch.log(-w))), u).view(v.shape), None
+
+    return wkv
+
+
+PEERS = (
+    Peer("HF loop", lambda: hf_loop, _loop_unfit),
+    Peer("loop, true gradients", lambda: true_loop, lambda p: _loop_unfit(p) if p.pass_ == "both" else "same forward"),
+    Peer("loop, compiled", _compiled_loop, _compiled_unfit),
+    Peer("ggml", _load_ggml, _ggml_unfit),
+    Peer("FLA fused_recurrent", lambda: _load_fla("fused_recurrent_rwkv6"), _gpu_unfit),
+    Peer("FLA chunk", lambda: _load_fla("chunk_rwkv6"), _gpu_unfit),
+    Peer("flash-rwkv", _load_flash_rwkv, _flash_rwkv_unfit),
+    Peer("rwkv_ops", _load_rwkv_ops, _rwkv_ops_unfit),
+)
+PACKAGES = {
+    "ggml": GGML_PACKAGE,
+    "FLA fused_recurrent": "flash-linear-attention",
+    "FLA chunk": "flash-linear-attention",
+    "flash-rwkv": "flash-rwkv",
+    "rwkv_ops": "rwkv-ops keras",
+}
+
+
+def load(peer: Peer) -> tuple[Callable | None, str]:
+    """The peer's operator, or None and why it is not there."""
+    try:
+        return peer.load(), ""
+    except ImportError as error:
+        package = PACKAGES.get(peer.name)
+        return None, f"{error}" + (f" (pip install {package})" if package else "")
+
+
+def ggml_call(point: Point) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+    """What runs ggml at a point, and what then gives its output."""
+    peer = GgmlWKV6(point.B, point.T, point.H, point.D)
+    peer.set(*operands(point), torch.zeros(point.B, point.H, point.D, point.D))
+    return lambda: peer.run(point.threads), lambda: peer.result()[0]

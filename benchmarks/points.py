@@ -1,35 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problems that `bench_wkv6` times, and the calls that solve each: ours and its peers'."""
+"""The problems that are timed, and the sweeps they form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
 
 import torch
-from cases import FORWARD_TOLERANCE, log_decays
-from oracle import relative_error
+from cases import log_decays
 from torch import Tensor
 
-import rwkv6_ops
-from benchmarks.peers import GgmlWKV6, hf_loop
-from rwkv6_ops import reference
-
-Calls = dict[str, Callable[[], object]]
+PASSES = {"forward": "forward", "both": "forward and backward", "decode": "one token, state in place"}
+_FLOP = {"forward": 5, "decode": 5, "both": 17}  # on each element of the state, a token: backward has 12 of its own
 
 
 @dataclass(frozen=True)
 class Point:
-    """One problem to time, and the ratio to a peer that the project means to reach there."""
+    """One problem to time."""
 
-    pass_: str  # "forward", "both" (forward and backward) or "decode" (one token, state in place)
+    pass_: str  # a name in PASSES
     B: int
     T: int
     H: int
     D: int = 64
     dtype: str = "float32"
     threads: int = 1
-    wanted: dict[str, float] = field(default_factory=dict)
+    device: str = "cpu"
+
+    @property
+    def key(self) -> str:
+        threads = f" {self.threads}thr" if self.device == "cpu" else ""
+        return f"{self.pass_} B{self.B} T{self.T} H{self.H} D{self.D} {self.dtype}{threads} {self.device}"
 
     @property
     def token_heads(self) -> int:
@@ -37,30 +38,16 @@ class Point:
 
     @property
     def flop(self) -> int:
-        """Operations on the state that the recurrence itself asks for; backward counts its own pass and forward's."""
-        return (17 if self.pass_ == "both" else 5) * self.D * self.D * self.token_heads
+        """Operations that the recurrence itself asks for, whatever a kernel really does."""
+        return _FLOP[self.pass_] * self.D * self.D * self.token_heads
 
-
-QUICK = [
-    Point("forward", 1, 512, 32, wanted={"HF loop": 12}),
-    Point("forward", 1, 16384, 8, wanted={"HF loop": 20}),
-    Point("forward", 1, 512, 32, threads=2),
-    Point("forward", 1, 512, 32, dtype="bfloat16"),
-    Point("both", 1, 512, 8, wanted={"loop, true gradients": 40}),
-    Point("both", 1, 512, 8, threads=2),
-    Point("both", 1, 512, 8, dtype="bfloat16"),
-    Point("decode", 1, 1, 32),
-    Point("decode", 16, 1, 32),
-]
-FULL = [
-    *QUICK,
-    *(Point("forward", 1, T, 32) for T in (16, 64, 256, 1024, 4096)),
-    *(Point("forward", B, 512, H) for B, H in ((1, 1), (8, 12), (4, 64))),
-    *(Point("forward", 1, 512, 16, D=D) for D in (32, 128, 60)),
-    *(Point("both", 1, T, 32) for T in (16, 128, 1024)),
-    *(Point("both", 4, 256, 8, D=D) for D in (32, 128, 60)),
-    *(Point("decode", B, 1, 64) for B in (1, 8)),
-]
+    @property
+    def bytes(self) -> int:
+        """What has to be read and written at least: the operands and results, once; in decoding the state as well."""
+        rows = {"forward": 5, "decode": 5, "both": 10}[self.pass_]
+        size = getattr(torch, self.dtype).itemsize
+        state = 8 * self.D * self.D * self.token_heads if self.pass_ == "decode" else 0
+        return rows * self.D * size * self.token_heads + state
 
 
 def operands(point: Point) -> list[Tensor]:
@@ -69,101 +56,53 @@ def operands(point: Point) -> list[Tensor]:
     shape = point.B, point.T, point.H, point.D
     r, k, v = (torch.randn(shape, generator=draw) for _ in range(3))
     w, u = log_decays("normal", shape, draw), torch.randn(shape[2:], generator=draw)
-    return [x.to(getattr(torch, point.dtype)) for x in (r, k, v, w, u)]
+    return [x.to(point.device, getattr(torch, point.dtype)) for x in (r, k, v, w, u)]
 
 
-def true_loop(*x: Tensor, **options: object) -> tuple[Tensor, Tensor | None]:
-    return hf_loop(*x, true_gradients=True, **options)
+_CPU_SWEEPS = {
+    "front": [
+        Point("forward", 1, 512, 32),
+        Point("forward", 1, 16384, 8),
+        Point("both", 1, 512, 8),
+        Point("decode", 1, 1, 32),
+    ],
+    "length": [Point(p, 1, 4**n, 8) for n in range(9) for p in ("forward", "both")],
+    "heads": [Point(p, B, 512, H) for B, H in ((1, 1), (1, 8), (1, 32), (8, 12), (4, 64)) for p in ("forward", "both")],
+    "head size": [Point(p, 1, 512, 8, D=D) for D in (32, 60, 64, 128, 256) for p in ("forward", "both")],
+    "dtype": [Point(p, 1, 512, 8, dtype=d) for d in ("float32", "bfloat16", "float16") for p in ("forward", "both")],
+    "decode": [Point("decode", B, 1, H) for B, H in ((1, 12), (1, 32), (1, 64), (16, 32))],
+}
+_CUDA_SWEEPS = {
+    "front": [Point(p, 8, 4096, 64, dtype="bfloat16", device="cuda") for p in ("forward", "both")],
+    "length": [Point(p, 1, 4**n, 32, dtype="bfloat16", device="cuda") for n in range(9) for p in ("forward", "both")],
+    "heads": [
+        Point(p, B, 1024, H, dtype="bfloat16", device="cuda")
+        for B, H in ((1, 32), (8, 8), (8, 32), (8, 64))
+        for p in ("forward", "both")
+    ],
+    "head size": [Point(p, 4, 1024, 16, D=D, device="cuda") for D in (32, 64, 128, 256) for p in ("forward", "both")],
+    "dtype": [
+        Point(p, 4, 1024, 32, dtype=d, device="cuda")
+        for d in ("float32", "bfloat16", "float16")
+        for p in ("forward", "both")
+    ],
+    "decode": [Point("decode", B, 1, 64, device="cuda") for B in (1, 16, 128)],
+}
+_QUICK = {
+    "front": [Point("forward", 1, 64, 2), Point("both", 1, 64, 2), Point("decode", 1, 1, 2)],
+    "length": [Point(p, 1, T, 2) for T in (1, 16, 64) for p in ("forward", "both")],
+}
 
 
-def calls(point: Point) -> Calls:
-    """What to time at a point, by name, "ours" first. Raises SystemExit where ours is wrong there."""
-    inputs = operands(point)
-    _refuse_if_wrong(point, inputs)
-    found = {"forward": _forward, "both": _both, "decode": _decode}[point.pass_](point, inputs)
-    if point.threads > 1:
-        # The loop's operations are too small for threads: they only slow it down. Our own single thread instead.
-        found = {name: call for name, call in found.items() if name in ("ours", "ggml")}
-        found |= {
-            "ours": _with_threads(point.threads, found["ours"]),
-            "ours, 1 thread": _with_threads(1, found["ours"]),
-        }
-    return found
-
-
-def _with_threads(threads: int, call: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        torch.set_num_threads(threads)
-        return call()
-
-    return run
-
-
-def _forward(point: Point, inputs: list[Tensor]) -> Calls:
-    def of(wkv: Callable) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            with torch.inference_mode():
-                return wkv(*inputs)[0]
-
-        return call
-
-    return {"ours": of(rwkv6_ops.wkv6), "HF loop": of(hf_loop)} | _ggml(point, inputs)
-
-
-def _both(_: Point, inputs: list[Tensor]) -> Calls:
-    inputs = [x.requires_grad_() for x in inputs]
-    do = torch.randn_like(inputs[2])
-
-    def of(wkv: Callable) -> Callable[[], object]:
-        # The loop answers in float32 whatever the inputs are; the HF loop gives w no gradient.
-        return lambda: torch.autograd.grad(o := wkv(*inputs)[0], inputs, do.to(o.dtype), allow_unused=True)
-
-    return {"ours": of(rwkv6_ops.wkv6), "HF loop": of(hf_loop), "loop, true gradients": of(true_loop)}
-
-
-def _decode(point: Point, inputs: list[Tensor]) -> Calls:
-    r, k, v, w = (x[:, 0] for x in inputs[:4])
-    state = torch.zeros(point.B, point.H, point.D, point.D)
-
-    def ours() -> None:
-        with torch.inference_mode():
-            rwkv6_ops.wkv6_step_(r, k, v, w, inputs[4], state)
-
-    def loop() -> None:
-        with torch.inference_mode():
-            hf_loop(*inputs, initial_state=state, output_final_state=True)
-
-    return {"ours": ours, "HF loop": loop} | _ggml(point, inputs)
-
-
-def _refuse_if_wrong(point: Point, inputs: list[Tensor]) -> None:
-    with torch.no_grad():
-        exact, _ = reference.wkv6(*(x.double() for x in inputs))
-        got, _ = rwkv6_ops.wkv6(*inputs)
-    error, most = relative_error(got, exact), FORWARD_TOLERANCE[got.dtype]
-    if not error <= most:  # NaN is refused too
-        raise SystemExit(f"{point}: relative error {error:.1e}, wanted at most {most:.0e}: not timed")
-
-
-def _ggml(point: Point, inputs: list[Tensor]) -> Calls:
-    """ggml on the same problem; nothing where it is not installed or has no such operator."""
-    if point.dtype != "float32" or ggml_missing():
-        return {}
-    peer = GgmlWKV6(point.B, point.T, point.H, point.D)
-    peer.set(*inputs, torch.zeros(point.B, point.H, point.D, point.D))
-    peer.run(point.threads)
-    with torch.no_grad():
-        ours, _ = rwkv6_ops.wkv6(*inputs)
-    difference = relative_error(peer.result()[0], ours)
-    if not difference < 1e-5:
-        raise SystemExit(f"{point}: ggml differs by {difference:.1e}: the two do not compute the same thing")
-    return {"ggml": lambda: peer.run(point.threads)}
-
-
-def ggml_missing() -> str:
-    """Why ggml is not among the peers; empty where it is."""
-    try:
-        GgmlWKV6(1, 1, 1, 64)
-    except ModuleNotFoundError as error:
-        return str(error)
-    return ""
+def sweeps(device: str = "cpu", quick: bool = False) -> dict[str, list[Point]]:
+    """Points by the name of the sweep they belong to; one point may be in several."""
+    if quick:
+        return _QUICK
+    if device == "cuda":
+        return _CUDA_SWEEPS
+    cores = os.cpu_count() or 1
+    counts = sorted({1, 2, cores // 2 or 1, cores} & set(range(1, cores + 1)))
+    threads = [
+        Point(p, B, T, H, threads=n) for p, B, T, H in (("forward", 1, 512, 32), ("both", 1, 512, 8)) for n in counts
+    ]
+    return {**_CPU_SWEEPS, "threads": threads}

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of calls that are compared with each other, and a description of where they ran."""
+"""Time and memory of calls that are compared with each other."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from rwkv6_ops import _native
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -33,6 +29,7 @@ def interleaved(
     rounds: int = 7,
     sample_seconds: float = 0.01,
     budget_seconds: float = 20.0,
+    device: str = "cpu",
 ) -> dict[str, Timing]:
     """Time several calls in turn, so that whatever else the machine does meets them all alike.
 
@@ -44,43 +41,56 @@ def interleaved(
         Samples of each, one of every call a round. Fewer, but at least two, if `budget_seconds` run out.
     sample_seconds : float
         Short calls are repeated until a sample lasts about this long.
+    device : str
+        "cuda": a sample ends when the GPU has done its work.
 
     Returns
     -------
     dict of str to Timing
         Minimum and median of the samples, per call. The minimum is what to compare on a machine with other users.
     """
+
+    def seconds(call: Callable[[], object], repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / repeats
+
     repeats, samples = {}, {name: [] for name in calls}
     for name, call in calls.items():
         call()  # caches, page faults and lazy imports
-        once = _seconds(call, 1)
+        once = seconds(call, 1)
         if once < sample_seconds:
-            once = min(once, *(_seconds(call, 1) for _ in range(5)))
+            once = min(once, *(seconds(call, 1) for _ in range(5)))
         repeats[name] = max(1, round(sample_seconds / max(once, 1e-7)))
     end = time.perf_counter() + budget_seconds
     for n in range(rounds):
         if n >= 2 and time.perf_counter() > end:
             break
         for name, call in calls.items():
-            samples[name].append(_seconds(call, repeats[name]))
+            samples[name].append(seconds(call, repeats[name]))
     return {name: Timing(min(s), statistics.median(s), len(s)) for name, s in samples.items()}
 
 
-def _seconds(call: Callable[[], object], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
-
-
-def peak_memory(call: Callable[[], object]) -> int | None:
+def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
     """Bytes by which the process's resident memory rises at most while `call` runs, what it returns included.
+
+    On a GPU: bytes that torch has allocated there.
 
     Meanwhile every larger block comes from the system and goes back to it at once, so that the figure is what is alive,
     not what the allocator keeps in fragments (for a loop over tokens that can be several times as much). None where
     there is no glibc or the system does not tell.
     """
     call()  # what stays allocated after a first call, such as a thread's scratch, belongs to no single call
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = call()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
@@ -101,35 +111,3 @@ def _resident(field: str) -> int:
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])
     raise OSError(f"/proc/self/status has no {field}")
-
-
-def machine() -> dict[str, object]:
-    """Where the figures come from: processor, instruction set of the kernels, versions, load."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "isa": _native.isa(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def machine_line(about: Mapping[str, object]) -> str:
-    """`machine()` as one line of text."""
-    return (
-        f"{about['cpu']}, {about['cores']} cores ({about['isa']}), {about['threads']} thread(s), "
-        f"torch {about['torch']}, load {about['load']}"
-    )

@@ -26,8 +26,8 @@ from recall import CHANCE, RecallSettings, train_recall
 from text import Corpus, TextNotFoundError, TextRun, TextSettings, load_corpus, train_text
 
 import rwkv6_ops
+from benchmarks.machine import machine, machine_line
 from benchmarks.peers import hf_loop
-from benchmarks.timing import machine, machine_line
 
 LEARNED_SHARE = 2 / 3  # validation must end below this share of the entropy of byte frequencies alone
 LEARNED_RECALL = 0.9
