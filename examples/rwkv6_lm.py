@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rwkv6_ops
 
@@ -34,10 +35,8 @@ class Config:
     hidden: int | None = None  # of the channel mix; None: 3.5 * channels, rounded down to a multiple of 32
     mix_rank: int = 32
     decay_rank: int = 64
-    decay_range: tuple[float, float] = (
-        -6.0,
-        -1.0,
-    )  # of the raw decay at the start, from the slowest channel to the fastest
+    # Of the raw decay at the start, from the slowest channel to the fastest.
+    decay_range: tuple[float, float] = (-6.0, -1.0)
 
 
 @dataclass
@@ -130,12 +129,25 @@ class ChannelMix(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: time mix, then channel mix, each added to what came in."""
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         if layer == 0:
             self.ln0 = nn.LayerNorm(config.channels)  # checkpoints keep the embedding's norm in the first block
         self.ln1, self.ln2 = nn.LayerNorm(config.channels), nn.LayerNorm(config.channels)
         self.att, self.ffn = TimeMix(config, layer), ChannelMix(config, layer)
+
+    def forward(self, x: Tensor, wkv: Callable, *past: Tensor) -> tuple[Tensor, ...]:
+        """x [B, T, C] after this layer and its three states after x, from x and the three states before it (att_shift,
+        ffn_shift, wkv). `wkv` maps the operator's operands and its state to its output and its next state."""
+        att_shift, ffn_shift, state = past
+        a = self.ln1(x)
+        rkvw, gate = self.att.operands(a, att_shift)
+        o, state = wkv(*rkvw, self.att.time_faaaa, state)
+        x = x + self.att.combine(o, gate)
+        f = self.ln2(x)
+        return x + self.ffn(f, ffn_shift), a[:, -1], f[:, -1], state
 
 
 class RWKV6(nn.Module):
@@ -149,13 +161,21 @@ class RWKV6(nn.Module):
         The operator on whole sequences, with the signature of `rwkv6_ops.wkv6`; it gets raw decays (decay="raw").
     wkv_step : callable
         The operator on one token, with the signature of `rwkv6_ops.wkv6_step_`.
+    checkpoint : bool
+        Keep only the blocks' inputs for the backward pass, and run each block again there: less memory, more time.
 
     Initial values come from torch's global generator: `torch.manual_seed` before the constructor makes them repeatable.
     """
 
-    def __init__(self, config: Config, wkv: Callable | None = None, wkv_step: Callable | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        wkv: Callable | None = None,
+        wkv_step: Callable | None = None,
+        checkpoint: bool = False,
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.checkpoint = config, checkpoint
         self.wkv, self.wkv_step = wkv or rwkv6_ops.wkv6, wkv_step or rwkv6_ops.wkv6_step_
         self.emb = nn.Embedding(config.vocab, config.channels)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
@@ -175,47 +195,40 @@ class RWKV6(nn.Module):
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Logits [B, T, vocab] for tokens [B, T], T >= 1, and the state after them. `state` itself stays as it is."""
+        # Zeros rather than None at the start of a text: one path, with or without a past.
         state = state or self.initial_state(tokens.shape[0])
-        after = State([], [], [])
+        again = self.checkpoint and torch.is_grad_enabled()
 
-        def time_mix(att: TimeMix, layer: int, x: Tensor) -> Tensor:
-            rkvw, gate = att.operands(x, state.att_shift[layer])
-            # Zeros rather than None at the start of a text: one path, with or without a past.
-            o, final = self.wkv(
-                *rkvw, att.time_faaaa, initial_state=state.wkv[layer], output_final_state=True, decay="raw"
-            )
-            after.att_shift.append(x[:, -1])
-            after.wkv.append(final)
-            return att.combine(o, gate)
+        def wkv(*operands: Tensor) -> tuple[Tensor, Tensor]:
+            return self.wkv(*operands[:5], initial_state=operands[5], output_final_state=True, decay="raw")
 
-        def channel_mix(ffn: ChannelMix, layer: int, x: Tensor) -> Tensor:
-            after.ffn_shift.append(x[:, -1])
-            return ffn(x, state.ffn_shift[layer])
+        def layer(block: Block, x: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+            return checkpoint(block, x, wkv, *past, use_reentrant=False) if again else block(x, wkv, *past)
 
-        return self._stack(tokens, time_mix, channel_mix), after
+        return self._stack(tokens, state, layer)
 
     @torch.inference_mode()
     def step(self, token: Tensor, state: State) -> Tensor:
         """Logits [B, vocab] after one more token [B] of each sequence; `state` moves on in place."""
 
-        def time_mix(att: TimeMix, layer: int, x: Tensor) -> Tensor:
-            rkvw, gate = att.operands(x, state.att_shift[layer])
-            o = self.wkv_step(*rkvw, att.time_faaaa, state.wkv[layer], decay="raw")
-            state.att_shift[layer] = x[:, -1]
-            return att.combine(o, gate)
+        def wkv(*operands: Tensor) -> tuple[Tensor, Tensor]:
+            return self.wkv_step(*operands, decay="raw"), operands[5]
 
-        def channel_mix(ffn: ChannelMix, layer: int, x: Tensor) -> Tensor:
-            last, state.ffn_shift[layer] = state.ffn_shift[layer], x[:, -1]
-            return ffn(x, last)
+        def layer(block: Block, x: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+            return block(x, wkv, *past)
 
-        return self._stack(token.unsqueeze(1), time_mix, channel_mix)[:, 0]
+        logits, after = self._stack(token.unsqueeze(1), state, layer)
+        state.att_shift[:], state.ffn_shift[:] = after.att_shift, after.ffn_shift
+        return logits[:, 0]
 
-    def _stack(self, tokens: Tensor, time_mix: Callable, channel_mix: Callable) -> Tensor:
-        x = self.blocks[0].ln0(self.emb(tokens))
-        for layer, block in enumerate(self.blocks):
-            x = x + time_mix(block.att, layer, block.ln1(x))
-            x = x + channel_mix(block.ffn, layer, block.ln2(x))
-        return self.head(self.ln_out(x))
+    def _stack(self, tokens: Tensor, state: State, layer: Callable) -> tuple[Tensor, State]:
+        x, after = self.blocks[0].ln0(self.emb(tokens)), State([], [], [])
+        for block, *past in zip(self.blocks, state.att_shift, state.ffn_shift, state.wkv, strict=True):
+            x, att_shift, ffn_shift, wkv = layer(block, x, *past)
+            after.att_shift.append(att_shift)
+            after.ffn_shift.append(ffn_shift)
+            after.wkv.append(wkv)
+        return self.head(self.ln_out(x)), after
 
     @torch.inference_mode()
     def generate(
