@@ -11,7 +11,7 @@
 typedef wkv6_status wkv6_cuda_function(const wkv6_problem *p, int device, void *stream);
 
 typedef struct wkv6_cuda_library {
-  wkv6_cuda_function *forward, *backward, *step;
+  wkv6_cuda_function *forward, *backward, *step, *state;
   const char *(*error)(void); /* text for WKV6_E_DEVICE and WKV6_E_SIZE */
 } wkv6_cuda_library;
 

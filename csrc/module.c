@@ -113,6 +113,15 @@ static const argument step_arguments[] = {
     {"o", "BTHV", MEMBER(o), WRITTEN},
 };
 
+static const argument state_arguments[] = {
+    {"k", "BTHK", MEMBER(k), PLAIN},
+    {"v", "BTHV", MEMBER(v), PLAIN},
+    {"w", "BTHK", MEMBER(w), PLAIN},
+    {"initial_state", "NHKV", MEMBER(initial_state), OPTIONAL},
+    {"state", "NHKV", MEMBER(final_state), WRITTEN},
+    {"w_sum", "NHK", MEMBER(w_sum), WRITTEN},
+};
+
 #define COUNT(table) ((Py_ssize_t)(sizeof(table) / sizeof *(table)))
 
 /* What is known while the arguments of one call are read. */
@@ -121,6 +130,7 @@ typedef struct {
   wkv6_problem problem;
   int known[128];              /* by dimension letter: 1 once its size is in problem */
   int one_token, without_time; /* a step; one whose tokens come as [B, H, K] */
+  const char *first;           /* the argument that the others are compared with */
   dl_device device;
 } call;
 
@@ -160,7 +170,7 @@ static int view_tensor(call *c, const char *name, PyObject *object, dl_tensor *v
   }
   if (c->device.type == 0) c->device = view->device;
   if (view->device.type != c->device.type || view->device.id != c->device.id) {
-    PyErr_Format(PyExc_ValueError, "%s: on another device than r", name);
+    PyErr_Format(PyExc_ValueError, "%s: on another device than %s", name, c->first);
     return -1;
   }
   return 0;
@@ -272,6 +282,7 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
     return -1;
   }
   wkv6_problem *p = &c->problem;
+  c->first = table[0].name;
   PyObject *scale = args[tensors + 1];
   if (!PyFloat_Check(scale) && !PyLong_Check(scale)) { /* a tensor would convert, and lose its gradient */
     PyErr_Format(PyExc_TypeError, "scale: %R, expected a number", (PyObject *)Py_TYPE(scale));
@@ -286,18 +297,19 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
     return -1;
   }
   for (Py_ssize_t i = 0; i < tensors; i++) {
-    if (i == 1 && read_cu_seqlens(c, args[tensors])) return -1; /* r has told B */
+    if (i == 1 && read_cu_seqlens(c, args[tensors])) return -1; /* the first has told B */
     if (read_tensor(c, &table[i], args[i])) return -1;
   }
   if (p->K < 1 || p->V < 1) {
-    PyErr_Format(PyExc_ValueError, "%s: expected at least one channel", p->K < 1 ? "r" : "v");
+    PyErr_Format(PyExc_ValueError, "%s: expected at least one channel", p->K < 1 ? c->first : "v");
     return -1;
   }
   const char *culprit = "";
   switch (wkv6_check(p, c->device.type == DL_CPU, &culprit)) {
   case WKV6_OK: return 0;
   case WKV6_E_DTYPE:
-    PyErr_Format(PyExc_TypeError, "%s: dtype does not go with r's: all tensors are float64, or none is", culprit);
+    PyErr_Format(
+        PyExc_TypeError, "%s: dtype does not go with the others': all tensors are float64, or none is", culprit);
     return -1;
   default: refuse_cu_seqlens(p); return -1;
   }
@@ -313,12 +325,14 @@ static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *), size_
     const char *why;
     cuda = wkv6_cuda_library_open(&why);
     if (!cuda) {
-      PyErr_Format(PyExc_RuntimeError, "r: on CUDA, but this build of rwkv6_ops has no CUDA kernels: %s", why);
+      PyErr_Format(
+          PyExc_RuntimeError, "%s: on CUDA, but this build of rwkv6_ops has no CUDA kernels: %s", c->first, why);
       return NULL;
     }
     if (c->state->exchange->current_stream(DL_CUDA, c->device.id, &stream)) return NULL;
   } else if (c->device.type != DL_CPU) {
-    PyErr_SetString(PyExc_NotImplementedError, "r: neither on a CPU nor on CUDA: rwkv6_ops has no kernels there");
+    PyErr_Format(
+        PyExc_NotImplementedError, "%s: neither on a CPU nor on CUDA: rwkv6_ops has no kernels there", c->first);
     return NULL;
   }
   wkv6_cuda_function *const kernel = cuda ? *(wkv6_cuda_function *const *)((const char *)cuda + cuda_member) : NULL;
@@ -364,6 +378,12 @@ static PyObject *native_step(PyObject *module, PyObject *const *args, Py_ssize_t
     return NULL;
   }
   return launch(&c, wkv6_cpu_step, offsetof(wkv6_cuda_library, step));
+}
+
+static PyObject *native_state(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  call c = {.state = PyModule_GetState(module)};
+  if (read_call(&c, state_arguments, COUNT(state_arguments), args, count)) return NULL;
+  return launch(&c, wkv6_cpu_state, offsetof(wkv6_cuda_library, state));
 }
 
 /* Types first: a subclass's is_neg may be anything. */
@@ -450,6 +470,8 @@ PyDoc_STRVAR(
     "Fills the gradients that are not None.");
 PyDoc_STRVAR(step_doc,
              "step(r, k, v, w, u, state, o, cu_seqlens, scale, flags, segment)\nOne token; fills o and updates state.");
+PyDoc_STRVAR(state_doc, "state(k, v, w, initial_state, state, w_sum, cu_seqlens, scale, flags, segment)\n"
+                        "Fills state, which has scale * k in k's place, and w_sum.");
 PyDoc_STRVAR(
     is_plain_doc,
     "is_plain(*tensors): whether each is None, or a torch.Tensor or torch.nn.Parameter, no subclass, whose memory\n"
@@ -469,6 +491,7 @@ static PyMethodDef methods[] = {
     {"forward", FASTCALL(native_forward), METH_FASTCALL, forward_doc},
     {"backward", FASTCALL(native_backward), METH_FASTCALL, backward_doc},
     {"step", FASTCALL(native_step), METH_FASTCALL, step_doc},
+    {"state", FASTCALL(native_state), METH_FASTCALL, state_doc},
     {"is_plain", FASTCALL(native_is_plain), METH_FASTCALL, is_plain_doc},
     {"isas", native_isas, METH_NOARGS, isas_doc},
     {"isas_built", native_isas_built, METH_NOARGS, isas_built_doc},

@@ -47,6 +47,8 @@ wkv6_status wkv6_check(const wkv6_problem *p, int host_cu_seqlens, const char **
   if (p->checkpoints.dtype != WKV6_ABSENT && p->checkpoints.dtype != real) return WKV6_E_DTYPE;
   *culprit = "grad_u_parts";
   if (p->grad_u_parts.dtype != (p->grad_u.dtype == WKV6_ABSENT ? WKV6_ABSENT : real)) return WKV6_E_DTYPE;
+  *culprit = "w_sum";
+  if (p->w_sum.dtype != WKV6_ABSENT && p->w_sum.dtype != real) return WKV6_E_DTYPE;
   *culprit = "cu_seqlens";
   return p->cu_seqlens && host_cu_seqlens ? check_cu_seqlens(p) : WKV6_OK;
 }

@@ -57,6 +57,9 @@ typedef struct wkv6_problem {
   wkv6_tensor o;           /* [B, T, H, V] */
   wkv6_tensor final_state; /* [N, H, K, V], or absent */
 
+  /* Written by the state pass, with final_state: the sum of each sequence's log decays, [N, H, K]. */
+  wkv6_tensor w_sum;
+
   /* States between segments, [B * T / segment, H, K, V] contiguous, in the type the kernels compute in; or absent. The
    * state before token c * segment (c >= 1) of the sequence whose tokens start at `first` is at wkv6_checkpoint().
    * Written by the forward pass, read by the backward pass, which never needs one before c = 1: that is the initial
@@ -88,7 +91,7 @@ static inline int64_t wkv6_checkpoint(const wkv6_problem *p, int64_t first, int6
 }
 
 /* True where the kernels compute in double: all tensors are float64. */
-static inline int wkv6_is_double(const wkv6_problem *p) { return p->r.dtype == WKV6_F64; }
+static inline int wkv6_is_double(const wkv6_problem *p) { return p->k.dtype == WKV6_F64; }
 
 /* What the kernels rely on beyond shapes: dtypes, and cu_seqlens where the host can read it (`host_cu_seqlens`).
  * `culprit` receives the name of the argument at fault. */

@@ -6,6 +6,7 @@
 
 #include "recurrent_backward.cuh"
 #include "recurrent_forward.cuh"
+#include "recurrent_state.cuh"
 #include "recurrent_step.cuh"
 #include "runtime.cuh"
 
@@ -124,6 +125,17 @@ bool launch_step(const wkv6_problem &p, const wkv6_tensor &from, const place &wh
       "wkv6_step_recurrent", blocks, step_threads, sizeof(step_shared<float>), where.stream, a);
 }
 
+template <typename real> bool launch_state(const wkv6_problem &p, const place &where) {
+  state_arguments a = {};
+  a.p = p;
+  a.row_slices = static_cast<int>(ceil_div(p.K, state_rows));
+  a.column_slices = static_cast<int>(ceil_div(p.V, state_columns));
+  const int bytes = state_layout<real>(a);
+  const uint64_t blocks = static_cast<uint64_t>(p.N) * p.H * a.row_slices * a.column_slices;
+  return blocks == 0 || runtime::launch<&wkv6_state_recurrent<real>, state_threads>(
+                            "wkv6_state_recurrent", blocks, state_threads, bytes, where.stream, a);
+}
+
 /* dv and dS_0: the recurrence of G, from the last token to the first. */
 wkv6_problem adjoint_of(const wkv6_problem &p) {
   wkv6_problem q = p;
@@ -193,6 +205,12 @@ wkv6_status wkv6_cuda_backward(const wkv6_problem *p, int device, void *stream) 
 
 wkv6_status wkv6_cuda_step(const wkv6_problem *p, int device, void *stream) {
   return run(device, stream, [&](const place &where) { return launch_step(*p, p->final_state, where); });
+}
+
+wkv6_status wkv6_cuda_state(const wkv6_problem *p, int device, void *stream) {
+  return run(device, stream, [&](const place &where) {
+    return wkv6_is_double(p) ? launch_state<double>(*p, where) : launch_state<float>(*p, where);
+  });
 }
 
 const char *wkv6_cuda_error(void) { return runtime::error; }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WKV operator of RWKV-6 ("Finch") for PyTorch: exact gradients, any shape, fast on the CPU.
 
-`wkv6` is the operator, `wkv6_step_` its decoding step. The other functions are the calls that existing models make:
-flash-linear-attention's `fused_recurrent_rwkv6` and `chunk_rwkv6`, Hugging Face's `rwkv6_linear_attention` and
-`rwkv6_linear_attention_cpu`; those of BlinkDL's and related trainers are in `compat`. `wkv6_bidirectional` looks both
-ways in time. `reference.wkv6` is the operator in plain PyTorch.
+`wkv6` is the operator, `wkv6_step_` its decoding step, `wkv6_state` its state without the outputs. The other functions
+are the calls that existing models make: flash-linear-attention's `fused_recurrent_rwkv6` and `chunk_rwkv6`, Hugging
+Face's `rwkv6_linear_attention` and `rwkv6_linear_attention_cpu`; those of BlinkDL's and related trainers are in
+`compat`. `wkv6_bidirectional` looks both ways in time. `reference.wkv6` is the operator in plain PyTorch.
 """
 
 from . import compat, reference
@@ -15,6 +15,7 @@ from .functional import (
     rwkv6_linear_attention_cpu,
     wkv6,
     wkv6_bidirectional,
+    wkv6_state,
     wkv6_step_,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "rwkv6_linear_attention_cpu",
     "wkv6",
     "wkv6_bidirectional",
+    "wkv6_state",
     "wkv6_step_",
 ]

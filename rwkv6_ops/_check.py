@@ -109,6 +109,25 @@ def operator(r, k, v, w, u, initial_state, cu_seqlens_, scale_) -> None:
     devices(r=r, k=k, v=v, w=w, u=u, initial_state=initial_state)
 
 
+def state_pass(k, v, w, initial_state, cu_seqlens_) -> None:
+    """All arguments of `wkv6_state` that are no flags."""
+    for name, x in (("k", k), ("v", v), ("w", w)):
+        is_tensor(name, x)
+    if k.dim() != 4:
+        raise ValueError(f"k: shape {tuple(k.shape)}, expected [B, T, H, K]")
+    if v.dim() != 4 or v.shape[:-1] != k.shape[:-1]:
+        wanted = ", ".join(map(str, k.shape[:-1]))
+        raise ValueError(f"v: shape {tuple(v.shape)}, expected k's ({wanted}, V)")
+    shape("w", w, tuple(k.shape), "k's")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[-1] < 1:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}, expected at least one channel")
+    cu_seqlens(cu_seqlens_, k.shape[0])
+    state("initial_state", initial_state, k.shape[0] if cu_seqlens_ is None else cu_seqlens_.shape[0] - 1, k, v)
+    dtypes(k=k, v=v, w=w, initial_state=initial_state)
+    devices(k=k, v=v, w=w, initial_state=initial_state)
+
+
 def step(r, k, v, w, u, state_, scale_, out) -> None:
     """All arguments of `wkv6_step_` that are no flags."""
     scale(scale_)

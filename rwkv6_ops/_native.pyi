@@ -63,6 +63,19 @@ def step(
     segment: int,
     /,
 ) -> None: ...
+def state(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    initial_state: Tensor | None,
+    state: Tensor,
+    w_sum: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    flags: int,
+    segment: int,
+    /,
+) -> None: ...
 def is_plain(*tensors: object) -> bool: ...
 def isas() -> tuple[str, ...]: ...
 def isas_built() -> tuple[str, ...]: ...

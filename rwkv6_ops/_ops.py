@@ -282,9 +282,11 @@ def _unfold(outputs: tuple[Tensor, ...], heads: tuple[int, ...], size: int) -> t
     return tuple(results), tuple(None if a else h for h, a in zip(heads, absent, strict=True))
 
 
-def _vmap_of(operator, axes: tuple, output_axes: tuple[int, ...]):
+def _vmap_of(operator, axes: tuple, output_axes: tuple[int, ...], offsets: int = 6):
+    """The rule of `operator`, which has its heads at `axes` and `output_axes` and takes cu_seqlens at `offsets`."""
+
     def rule(info, in_dims, *args):
-        if in_dims[6] is not None:
+        if in_dims[offsets] is not None:
             raise NotImplementedError(_NO_VMAP_OVER_OFFSETS)
         folded = [
             x if axis is None else _fold(x, dim, axis, info.batch_size)

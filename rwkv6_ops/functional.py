@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _check, _ops
+from . import _check, _ops, _state
 
 _DECAYS = ("log", "raw")
 _ALGORITHMS = ("auto", "recurrent", "chunk")
@@ -116,6 +116,58 @@ def wkv6(
     tensors = (r, k, v, w, u, initial_state, cu_seqlens)
     _check.operator(*tensors, scale)
     return _ops.wkv6_dispatched(*tensors, scale, output_final_state, reverse, raw, algorithm)
+
+
+def wkv6_state(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    decay: str = "log",
+) -> tuple[Tensor, Tensor]:
+    """What a run of tokens makes of the state before it: the final state of `wkv6` without the outputs.
+
+    The tokens take any state S before them to ``exp(w_sum)[..., None] * S + state``, where `state` and `w_sum` are
+    what this returns without an `initial_state`. So summaries of pieces of a sequence can be computed apart, on
+    different devices say, and then composed: equation (12) of docs/wkv6.md, `rwkv6_ops.distributed`.
+
+    Parameters
+    ----------
+    k, v, w, initial_state, reverse, cu_seqlens, decay
+        As in `wkv6`.
+
+    Returns
+    -------
+    state : Tensor [N, H, K, V]
+        State after the last token, float32 (float64 with float64 inputs).
+    w_sum : Tensor [N, H, K]
+        Sum of the log decays of all tokens of the sequence, in the same dtype: -inf where one of them forgets
+        everything, 0 for a sequence without tokens. Both are differentiable with respect to k, v, w and initial_state;
+        the gradient of `w_sum` by a raw w whose exp overflows counts as 0.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, NotImplementedError
+        As in `wkv6`.
+
+    Notes
+    -----
+    With ``decay="raw"`` and x so large that exp(x) is no float, `w_sum` may be a large negative number instead of -inf.
+
+    Examples
+    --------
+    >>> state, w_sum = rwkv6_ops.wkv6_state(k[:, :50], v[:, :50], w[:, :50])
+    >>> rest, w_rest = rwkv6_ops.wkv6_state(k[:, 50:], v[:, 50:], w[:, 50:])
+    >>> both = torch.exp(w_rest)[..., None] * state + rest  # that of all tokens
+    """
+    if decay not in _DECAYS:
+        _check.choice("decay", decay, _DECAYS)
+    _check.state_pass(k, v, w, initial_state, cu_seqlens)
+    offsets = _ops.kernel_cu_seqlens(cu_seqlens, k)
+    return _state.wkv6_state(k, v, w, initial_state, offsets, reverse, decay == "raw")
 
 
 def fused_recurrent_rwkv6(

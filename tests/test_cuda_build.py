@@ -111,7 +111,7 @@ def test_library_exports_its_c_api_and_nothing_else(library: tuple[Path, str]):
         pytest.skip("no nm: the library's symbols were not looked at")
     symbols = subprocess.run(["nm", "-D", "--defined-only", library[0]], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in symbols.stdout.splitlines()}
-    api = {"forward", "backward", "step", "error", "problem_bytes"}
+    api = {"forward", "backward", "step", "state", "error", "problem_bytes"}
     assert {name for name in names if "wkv6" in name} == {f"wkv6_cuda_{name}" for name in api}
 
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The table of CPU kernels that each instance (ISA x type) fills and dispatch.c chooses from. A kernel does a rectangle
- * of the work on one thread: the heads [head, head_end) of sequence n and, forward only, the value columns [column,
- * column_end). What it computes does not depend on how the work was cut. Kernels cannot fail and allocate nothing;
- * scratch is 64-byte aligned.
+ * of the work on one thread: the heads [head, head_end) of sequence n and, forward pass and state only, the value
+ * columns [column, column_end). What it computes does not depend on how the work was cut. Kernels cannot fail and
+ * allocate nothing; scratch is 64-byte aligned.
  */
 #ifndef WKV6_KERNELS_H
 #define WKV6_KERNELS_H
@@ -31,6 +31,8 @@ typedef struct wkv6_kernels {
   void (*reduce_grad_u)(const wkv6_problem *p); /* after all backward work: sums grad_u_parts over the sequences */
   size_t (*step_scratch)(const wkv6_problem *p);
   void (*step)(const wkv6_problem *p, const wkv6_work *work, void *scratch);
+  size_t (*state_scratch)(const wkv6_problem *p, int64_t heads);
+  void (*state)(const wkv6_problem *p, const wkv6_work *work, void *scratch);
 } wkv6_kernels;
 
 extern const wkv6_kernels wkv6_generic_f32, wkv6_generic_f64;

@@ -27,6 +27,8 @@
 
 #include "wkv6_chunk_backward.inc.h"
 
+#include "wkv6_state.inc.h"
+
 const wkv6_kernels WKV6_KERNELS = {
     .lanes = LANES,
     .forward_scratch = forward_scratch,
@@ -40,4 +42,6 @@ const wkv6_kernels WKV6_KERNELS = {
     .reduce_grad_u = reduce_grad_u,
     .step_scratch = step_scratch,
     .step = step,
+    .state_scratch = state_scratch,
+    .state = state,
 };

@@ -49,6 +49,7 @@ static size_t scratch_step(const job *j, int64_t heads) {
   (void)heads; /* one at a time */
   return j->kernels->step_scratch(j->problem);
 }
+static size_t scratch_state(const job *j, int64_t heads) { return j->kernels->state_scratch(j->problem, heads); }
 static void run_forward(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
   (uses_chunks(p, w->n) ? k->chunk_forward : k->forward)(p, w, scratch);
 }
@@ -57,6 +58,9 @@ static void run_backward(const wkv6_kernels *k, const wkv6_problem *p, const wkv
 }
 static void run_step(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
   k->step(p, w, scratch);
+}
+static void run_state(const wkv6_kernels *k, const wkv6_problem *p, const wkv6_work *w, void *scratch) {
+  k->state(p, w, scratch);
 }
 
 static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -128,4 +132,9 @@ wkv6_status wkv6_cpu_backward(const wkv6_problem *p) {
 wkv6_status wkv6_cpu_step(const wkv6_problem *p) {
   job j = {.problem = p, .scratch = scratch_step, .run = run_step};
   return run(&j, 0);
+}
+
+wkv6_status wkv6_cpu_state(const wkv6_problem *p) {
+  job j = {.problem = p, .scratch = scratch_state, .run = run_state};
+  return run(&j, 1);
 }

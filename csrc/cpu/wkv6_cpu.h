@@ -20,4 +20,7 @@ wkv6_status wkv6_cpu_backward(const wkv6_problem *p);
 /* One token (T = 1): o, and final_state read and then overwritten. */
 wkv6_status wkv6_cpu_step(const wkv6_problem *p);
 
+/* final_state and w_sum; `scale` is a factor on k. */
+wkv6_status wkv6_cpu_state(const wkv6_problem *p);
+
 #endif

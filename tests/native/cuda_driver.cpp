@@ -143,6 +143,7 @@ void compare(const problem &q, const char *what, const tensor &got, truth &want)
       for (int64_t c = 0; c < got.shape[2]; c++)
         for (int64_t d = 0; d < got.shape[3]; d++) {
           const double x = got(a, b, c, d), y = want(a, b, c, d);
+          if (x == y && std::isinf(y)) continue; /* the sum of log decays that forget everything */
           difference += (x - y) * (x - y);
           size += y * y;
         }
@@ -171,7 +172,7 @@ void run(const problem &q) {
   const bool strided = has(q, 's'), raw = has(q, 'w'), reverse = has(q, 'r');
   const int64_t N = q.cu_seqlens.empty() ? q.B : static_cast<int64_t>(q.cu_seqlens.size()) - 1;
   const int real = q.dtypes[0] == 'd' ? WKV6_F64 : WKV6_F32;
-  tensor r, k, v, w, u, s0, o, s1, checkpoints, go, gs1, gr, gk, gv, gw, gu, gs0, parts;
+  tensor r, k, v, w, u, s0, o, s1, checkpoints, go, gs1, gr, gk, gv, gw, gu, gs0, parts, s2, w_sum;
   const vector<int64_t> keys = {q.B, q.T, q.H, q.K}, values = {q.B, q.T, q.H, q.V}, states = {N, q.H, q.K, q.V};
   r.make(keys, dtype_of(q.dtypes[0]), strided), k.make(keys, dtype_of(q.dtypes[1]), strided),
       v.make(values, dtype_of(q.dtypes[2]), strided);
@@ -190,6 +191,7 @@ void run(const problem &q) {
   gr.make(keys, r.t.dtype, strided), gk.make(keys, k.t.dtype, strided), gv.make(values, v.t.dtype, strided),
       gw.make(keys, w.t.dtype, strided);
   gs0.make(states, real, strided);
+  s2.make(states, real, strided), w_sum.make({N, q.H, q.K}, real, strided);
   if (!has(q, '-')) gu.make({q.H, q.K}, u.t.dtype, strided), parts.make({N, q.H, q.K}, real, false);
 
   wkv6_problem p = {};
@@ -199,14 +201,19 @@ void run(const problem &q) {
   p.r = r.t, p.k = k.t, p.v = v.t, p.w = w.t, p.u = u.t, p.initial_state = s0.t, p.o = o.t, p.final_state = s1.t,
   p.checkpoints = checkpoints.t;
   must(q, "forward", wkv6_cuda_forward(&p, 0, nullptr));
+  wkv6_problem state = p;
+  state.r = state.u = state.o = state.checkpoints = {};
+  state.final_state = s2.t, state.w_sum = w_sum.t;
+  must(q, "state", wkv6_cuda_state(&state, 0, nullptr));
   p.grad_o = go.t, p.grad_final_state = gs1.t, p.grad_r = gr.t, p.grad_k = gk.t, p.grad_v = gv.t, p.grad_w = gw.t,
   p.grad_u = gu.t;
   p.grad_initial_state = gs0.t, p.grad_u_parts = parts.t;
   must(q, "backward", wkv6_cuda_backward(&p, 0, nullptr));
 
   /* Equations (1) to (8) as they stand, the states of a sequence all kept. */
-  truth to, ts1, tr, tk, tv, tw, tu, ts0;
-  to.make(o), ts1.make(s1), tr.make(gr), tk.make(gk), tv.make(gv), tw.make(gw), tu.make(gu), ts0.make(gs0);
+  truth to, ts1, ts2, tr, tk, tv, tw, tu, ts0, tw_sum;
+  tw_sum.make(w_sum), ts2.make(s2), to.make(o), ts1.make(s1), tr.make(gr), tk.make(gk), tv.make(gv), tw.make(gw),
+      tu.make(gu), ts0.make(gs0);
   const size_t matrix = static_cast<size_t>(q.K * q.V);
   for (int64_t n = 0; n < N; n++)
     for (int64_t h = 0; h < q.H; h++) {
@@ -221,17 +228,23 @@ void run(const problem &q) {
         for (int64_t j = 0; j < q.V; j++)
           S[static_cast<size_t>(i * q.V + j)] = s0(n, h, i, j), G[static_cast<size_t>(i * q.V + j)] = gs1(n, h, i, j);
       for (int64_t t = 0; t < length; t++)
-        for (int64_t i = 0; i < q.K; i++)
+        for (int64_t i = 0; i < q.K; i++) {
+          const double lw = log_decay(t, i);
+          tw_sum(n, h, i) += real == WKV6_F32 ? static_cast<float>(lw) : lw; /* -exp(90) is -inf in float */
           for (int64_t j = 0; j < q.V; j++) {
             const double before = S[matrix * static_cast<size_t>(t) + static_cast<size_t>(i * q.V + j)],
                          kv = k(b, token(t), h, i) * v(b, token(t), h, j);
             to(b, token(t), h, j) += p.scale * r(b, token(t), h, i) * (before + u(h, i) * kv);
             S[matrix * static_cast<size_t>(t + 1) + static_cast<size_t>(i * q.V + j)] =
                 std::exp(log_decay(t, i)) * before + kv;
+            ts2(n, h, i, j) = std::exp(log_decay(t, i)) * (t ? ts2(n, h, i, j) : s0(n, h, i, j)) + p.scale * kv;
           }
+        }
       for (int64_t i = 0; i < q.K; i++)
-        for (int64_t j = 0; j < q.V; j++)
+        for (int64_t j = 0; j < q.V; j++) {
           ts1(n, h, i, j) = S[matrix * static_cast<size_t>(length) + static_cast<size_t>(i * q.V + j)];
+          if (length == 0) ts2(n, h, i, j) = s0(n, h, i, j);
+        }
       for (int64_t t = length - 1; t >= 0; t--) {
         double a = 0;
         for (int64_t j = 0; j < q.V; j++) a += v(b, token(t), h, j) * go(b, token(t), h, j);
@@ -258,8 +271,8 @@ void run(const problem &q) {
       for (int64_t i = 0; i < q.K; i++)
         for (int64_t j = 0; j < q.V; j++) ts0(n, h, i, j) = G[static_cast<size_t>(i * q.V + j)];
     }
-  compare(q, "o", o, to), compare(q, "final_state", s1, ts1), compare(q, "dr", gr, tr), compare(q, "dk", gk, tk),
-      compare(q, "dv", gv, tv);
+  compare(q, "o", o, to), compare(q, "final_state", s1, ts1), compare(q, "state", s2, ts2),
+      compare(q, "w_sum", w_sum, tw_sum), compare(q, "dr", gr, tr), compare(q, "dk", gk, tk), compare(q, "dv", gv, tv);
   compare(q, "dw", gw, tw), compare(q, "dS_0", gs0, ts0);
   if (gu.t.dtype) compare(q, "du", gu, tu);
 }

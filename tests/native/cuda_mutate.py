@@ -61,6 +61,9 @@ EDITS = (
     ),
     ("recurrent_step.cuh", "other < step_warps", "other < step_warps - 1", "the last warp's sum is left out"),
     ("recurrent_step.cuh", "if (column >= p.V) continue;", "", "columns beyond V are updated"),
+    ("recurrent_state.cuh", "first_column + c < b.width)", "c < b.width)", "columns beyond V are stored"),
+    ("recurrent_state.cuh", "row + i, 0)", "i, 0)", "the sums of every slice go to the first rows"),
+    ("recurrent_state.cuh", "scale * x;", "x;", "the scale is left out"),
     ("launch.cu", "q.flags ^= WKV6_REVERSE;", "", "dv from the wrong end"),
     (
         "launch.cu",

@@ -155,6 +155,7 @@ static tensor tensor_of(int present, int64_t a, int64_t b, int64_t c, int64_t d,
 typedef struct {
   tensor r, k, v, w, u, s0, go, gs;      /* inputs */
   tensor o, sT, dr, dk, dv, dw, du, ds0; /* outputs */
+  tensor w_sum;                          /* [1, N, H, K] */
 } tensors;
 
 static void plain_loop(const wkv6_problem *p, const tensors *x) {
@@ -174,7 +175,8 @@ static void plain_loop(const wkv6_problem *p, const tensors *x) {
                      *w = x->w.values + row * K;
         const double *S = all + t * states;
         for (int64_t i = 0; i < K; i++) {
-          const double decay = exp(p->flags & WKV6_RAW_DECAY ? -exp(w[i]) : w[i]);
+          const double log_decay = p->flags & WKV6_RAW_DECAY ? -exp(w[i]) : w[i], decay = exp(log_decay);
+          x->w_sum.values[(n * H + h) * K + i] += log_decay;
           for (int64_t j = 0; j < V; j++) {
             x->o.values[row * V + j] += p->scale * r[i] * (S[i * V + j] + u[i] * k[i] * v[j]);
             all[(t + 1) * states + i * V + j] = decay * S[i * V + j] + k[i] * v[j];
@@ -319,6 +321,7 @@ static void run_case(const test_case *c, const wkv6_isa *isa, uint32_t algorithm
       .dw = tensor_of(1, B, T, H, K, 0),
       .du = tensor_of(1, 1, 1, H, K, 0),
       .ds0 = tensor_of(c->with_states, N, H, K, V, 0),
+      .w_sum = tensor_of(1, 1, N, H, K, 0),
   };
   for (int64_t e = 0; !c->raw && e < x.w.elements; e++)
     x.w.values[e] = e % 7 == 6 ? -22016 : e % 7 == 5 ? 0 : -fabs(x.w.values[e]);
@@ -337,10 +340,11 @@ static void run_case(const test_case *c, const wkv6_isa *isa, uint32_t algorithm
     place(outputs[i], output_dtypes[i], repeated ? CONTIGUOUS : c->layout, where, 0);
   }
 
-  const int32_t real = wkv6_is_double(&(wkv6_problem){.r = x.r.view}) ? WKV6_F64 : WKV6_F32;
+  const int32_t real = wkv6_is_double(&(wkv6_problem){.k = x.k.view}) ? WKV6_F64 : WKV6_F32;
   tensor checkpoints = tensor_of(1, B * T / c->segment, H, K, V, 0), parts = tensor_of(1, 1, N, H, K, 0);
   place(&checkpoints, real, CONTIGUOUS, where, 0);
   place(&parts, real, CONTIGUOUS, where, 0);
+  place(&x.w_sum, real, repeated ? CONTIGUOUS : c->layout, where, 0);
   parts.view.stride[0] = parts.view.stride[1], parts.view.stride[1] = parts.view.stride[2], parts.view.stride[2] = 1;
 
   p.r = x.r.view, p.k = x.k.view, p.v = x.v.view, p.w = x.w.view, p.initial_state = x.s0.view;
@@ -351,6 +355,15 @@ static void run_case(const test_case *c, const wkv6_isa *isa, uint32_t algorithm
   if (wkv6_cpu_forward(&p) != WKV6_OK) report(c, isa->name, where, "forward", "failed", 0);
   compare(c, isa->name, where, "o", &x.o);
   compare(c, isa->name, where, "final_state", &x.sT);
+
+  wkv6_problem s = p; /* the state alone: neither r nor u */
+  s.scale = 1, s.r = s.u = s.o = s.checkpoints = (wkv6_tensor){0};
+  s.w_sum = x.w_sum.view;
+  for (int d = 0; d < 3; d++) s.w_sum.stride[d] = x.w_sum.view.stride[d + 1];
+  if (wkv6_check(&s, 1, &culprit) != WKV6_OK) report(c, isa->name, where, culprit, "refused", 0);
+  if (wkv6_cpu_state(&s) != WKV6_OK) report(c, isa->name, where, "state", "failed", 0);
+  compare(c, isa->name, where, "state", &x.sT);
+  compare(c, isa->name, where, "w_sum", &x.w_sum);
 
   wkv6_problem b = p;
   b.o = b.final_state = (wkv6_tensor){0};
@@ -378,8 +391,8 @@ static void run_case(const test_case *c, const wkv6_isa *isa, uint32_t algorithm
     free(inputs[i]->values);
     free(outputs[i]->values);
   }
-  release(&checkpoints.memory), release(&parts.memory);
-  free(checkpoints.values), free(parts.values);
+  release(&checkpoints.memory), release(&parts.memory), release(&x.w_sum.memory);
+  free(checkpoints.values), free(parts.values), free(x.w_sum.values);
 }
 
 int main(void) {
