@@ -55,9 +55,13 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "torch: F.linear, inference_mode": under(inference, lambda: F.linear(r[0, 0], u)),
         "torch: F.linear, forward and backward": both_matmul,
-        "C entry: forward": lambda: _native.forward(r, k, v, w, u, None, o, None, None, *options),
-        "C entry: forward with states": lambda: _native.forward(r, k, v, w, u, state, o, final_state, None, *options),
-        "C entry: forward with checkpoints": lambda: _native.forward(*leaves, None, o, None, checkpoints, *options),
+        "C entry: forward": lambda: _native.forward(r, k, v, w, u, None, o, None, None, None, *options),
+        "C entry: forward with states": lambda: _native.forward(
+            r, k, v, w, u, state, o, final_state, None, None, *options
+        ),
+        "C entry: forward with checkpoints": lambda: _native.forward(
+            *leaves, None, o, None, checkpoints, None, *options
+        ),
         "C entry: step": lambda: _native.step(*step, u, state, out, *options),
         "the mode itself: inference_mode": under(inference, lambda: None),
         "the mode itself: no_grad": under(no_grad, lambda: None),

@@ -82,6 +82,7 @@ static const argument forward_arguments[] = {
     {"o", "BTHV", MEMBER(o), WRITTEN},
     {"final_state", "NHKV", MEMBER(final_state), OPTIONAL | WRITTEN},
     {"checkpoints", "SHKV", MEMBER(checkpoints), OPTIONAL | CONTIGUOUS | WRITTEN},
+    {"span_decays", "SHK", MEMBER(span_decays), OPTIONAL | CONTIGUOUS | WRITTEN},
 };
 
 static const argument backward_arguments[] = {
@@ -101,6 +102,8 @@ static const argument backward_arguments[] = {
     {"grad_u", "HK", MEMBER(grad_u), OPTIONAL | WRITTEN},
     {"grad_initial_state", "NHKV", MEMBER(grad_initial_state), OPTIONAL | WRITTEN},
     {"grad_u_parts", "NHK", MEMBER(grad_u_parts), OPTIONAL | CONTIGUOUS | WRITTEN},
+    {"span_decays", "SHK", MEMBER(span_decays), OPTIONAL | CONTIGUOUS | WRITTEN},
+    {"span_adjoints", "SHKV", MEMBER(span_adjoints), OPTIONAL | CONTIGUOUS | WRITTEN},
 };
 
 static const argument step_arguments[] = {
@@ -460,13 +463,15 @@ static PyObject *native_use_cuda_emulation(PyObject *module, PyObject *path) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(forward_doc,
-             "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, cu_seqlens, scale, flags, segment)\n"
-             "Fills o and, unless None, final_state and checkpoints.");
+PyDoc_STRVAR(
+    forward_doc,
+    "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, span_decays, cu_seqlens, scale, flags,\n"
+    "        segment)\n"
+    "Fills o and, unless None, final_state and checkpoints.");
 PyDoc_STRVAR(
     backward_doc,
     "backward(r, k, v, w, u, initial_state, checkpoints, grad_o, grad_final_state, grad_r, grad_k, grad_v, grad_w, grad_u,\n"
-    "         grad_initial_state, grad_u_parts, cu_seqlens, scale, flags, segment)\n"
+    "         grad_initial_state, grad_u_parts, span_decays, span_adjoints, cu_seqlens, scale, flags, segment)\n"
     "Fills the gradients that are not None.");
 PyDoc_STRVAR(step_doc,
              "step(r, k, v, w, u, state, o, cu_seqlens, scale, flags, segment)\nOne token; fills o and updates state.");
@@ -525,7 +530,9 @@ static int module_exec(PyObject *module) {
   if (PyModule_AddIntConstant(module, "REVERSE", WKV6_REVERSE) ||
       PyModule_AddIntConstant(module, "RAW_DECAY", WKV6_RAW_DECAY) ||
       PyModule_AddIntConstant(module, "RECURRENT", WKV6_RECURRENT) ||
-      PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK) ||
+      PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK) || PyModule_AddIntConstant(module, "FAST", WKV6_FAST) ||
+      PyModule_AddIntConstant(module, "EXACT", WKV6_EXACT) || PyModule_AddIntConstant(module, "WHOLE", WKV6_WHOLE) ||
+      PyModule_AddIntConstant(module, "SPANS", WKV6_SPANS) ||
       PyModule_AddIntConstant(module, "CHUNK_FROM_TOKENS", WKV6_CHUNK_FROM_TOKENS))
     return -1;
   return PyModule_AddIntConstant(module, "uses_torch_threads", wkv6_parallel_init());

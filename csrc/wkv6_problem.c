@@ -45,6 +45,10 @@ wkv6_status wkv6_check(const wkv6_problem *p, int host_cu_seqlens, const char **
   const int32_t real = is_double ? WKV6_F64 : WKV6_F32;
   *culprit = "checkpoints";
   if (p->checkpoints.dtype != WKV6_ABSENT && p->checkpoints.dtype != real) return WKV6_E_DTYPE;
+  *culprit = "span_decays";
+  if (p->span_decays.dtype != WKV6_ABSENT && p->span_decays.dtype != real) return WKV6_E_DTYPE;
+  *culprit = "span_adjoints";
+  if (p->span_adjoints.dtype != WKV6_ABSENT && p->span_adjoints.dtype != real) return WKV6_E_DTYPE;
   *culprit = "grad_u_parts";
   if (p->grad_u_parts.dtype != (p->grad_u.dtype == WKV6_ABSENT ? WKV6_ABSENT : real)) return WKV6_E_DTYPE;
   *culprit = "w_sum";

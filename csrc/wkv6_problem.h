@@ -22,6 +22,10 @@ enum {
   WKV6_RAW_DECAY = 2, /* w holds RWKV's raw x: the log decay is -exp(x), and dw is the gradient of x */
   WKV6_RECURRENT = 4, /* token by token */
   WKV6_CHUNK = 8,     /* as matrix products over chunks of tokens; neither of the two: whichever is faster */
+  WKV6_FAST = 16,     /* CUDA's chunk kernels: operands of 8 significant bits, */
+  WKV6_EXACT = 32,    /* of 16 bits; neither: 16 where an input is float32, else 11. CPUs are always exact */
+  WKV6_WHOLE = 64,    /* CUDA's chunk kernels: one block a sequence and head and slice of columns, */
+  WKV6_SPANS = 128,   /* one for each segment of it; neither: what launch_chunk.cuh expects to be faster */
 };
 
 typedef enum wkv6_status {
@@ -65,6 +69,11 @@ typedef struct wkv6_problem {
    * Written by the forward pass, read by the backward pass, which never needs one before c = 1: that is the initial
    * state. */
   wkv6_tensor checkpoints;
+
+  /* Scratch, each in the type the kernels compute in and contiguous, or absent: CUDA's chunk kernels need it to cut
+   * sequences into spans (the forward pass the checkpoints as well). Placed as the checkpoints are. */
+  wkv6_tensor span_decays;   /* [B * T / segment, H, K] */
+  wkv6_tensor span_adjoints; /* [B * T / segment, H, K, V]; backward pass */
 
   /* Read by the backward pass: the gradients of o and final_state, absent where they are zero. */
   wkv6_tensor grad_o, grad_final_state;

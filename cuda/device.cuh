@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the kernels use of the device, one instruction a wrapper. This is the only file with inline PTX, and the only
- * one besides runtime.cuh that knows of the host emulation: with WKV6_EMULATE each wrapper is its twin there, and the
- * kernels themselves are the same text.
+ * What the kernels use of the device, one instruction a wrapper. This file and matrix.cuh are the only ones with
+ * inline PTX, and with runtime.cuh the only ones that know of the host emulation: with WKV6_EMULATE each wrapper is its
+ * twin there, and the kernels themselves are the same text.
  */
 #ifndef WKV6_DEVICE_CUH
 #define WKV6_DEVICE_CUH
@@ -49,16 +49,18 @@ template <typename T> WKV6_DEVICE T shuffle_xor(T x, unsigned bits, EMULATION_SI
 
 /* Tensor cores: fragments from shared memory, and their product added to d. */
 WKV6_DEVICE void load_matrices(uint32_t (&to)[4], const void *row, EMULATION_SITE) {
+  emulation::count_shared(row, 16);
   emulation::load_matrices(to, row, false, site);
 }
 WKV6_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void *row, EMULATION_SITE) {
+  emulation::count_shared(row, 16);
   emulation::load_matrices(to, row, true, site);
 }
 WKV6_DEVICE void multiply_matrices(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], EMULATION_SITE) {
   emulation::multiply_matrices(d, a, b, site);
 }
 
-WKV6_DEVICE void copy_async_16(void *shared, const void *global) { emulation::copy_async(shared, global, 16); }
+WKV6_DEVICE void copy_async_16(void *shared, const void *global) { emulation::copy_async(shared, global, 16, 16); }
 WKV6_DEVICE void copy_async_commit() { emulation::copy_commit(); }
 WKV6_DEVICE void copy_async_wait() { emulation::copy_wait(0); }
 

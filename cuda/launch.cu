@@ -4,6 +4,7 @@
  */
 #include "wkv6_cuda.h"
 
+#include "launch_chunk.cuh"
 #include "recurrent_backward.cuh"
 #include "recurrent_forward.cuh"
 #include "recurrent_state.cuh"
@@ -12,14 +13,9 @@
 
 namespace {
 
-/* Where a problem runs. */
-struct place {
-  int multiprocessors, shared_bytes;
-  void *stream;
-};
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+using runtime::ceil_div;
+using runtime::least;
+using runtime::place;
 
 bool states_by_16(const wkv6_problem &p) {
   return p.V % 4 == 0 && reinterpret_cast<uintptr_t>(p.checkpoints.data) % 16 == 0;
@@ -181,11 +177,13 @@ template <typename function> wkv6_status run(int device, void *stream, function 
 } // namespace
 
 wkv6_status wkv6_cuda_forward(const wkv6_problem *p, int device, void *stream) {
-  const bool one_token = p->T == 1 && !p->cu_seqlens;
-  const wkv6_status fits = one_token ? WKV6_OK : check_k(*p);
+  const bool one_token = p->T == 1 && !p->cu_seqlens, by_chunks = !one_token && chunks::take(*p);
+  const wkv6_status fits = one_token || by_chunks ? WKV6_OK : check_k(*p);
   if (fits != WKV6_OK) return fits;
   return run(device, stream, [&](const place &where) {
-    return one_token ? launch_step(*p, p->initial_state, where) : launch_recurrence(*p, false, where);
+    return one_token   ? launch_step(*p, p->initial_state, where)
+           : by_chunks ? chunks::launch_forward(*p, where)
+                       : launch_recurrence(*p, false, where);
   });
 }
 

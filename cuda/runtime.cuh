@@ -15,6 +15,15 @@ namespace runtime {
 
 inline thread_local char error[512] = "";
 
+/* Where a problem runs. */
+struct place {
+  int multiprocessors, shared_bytes; /* that a block may have */
+  void *stream;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Keeps the text, returns false. */
 __attribute__((format(printf, 1, 2))) inline bool fail(const char *format, ...) {
   va_list arguments;

@@ -7,6 +7,10 @@ REVERSE: int
 RAW_DECAY: int
 RECURRENT: int
 CHUNK: int
+FAST: int
+EXACT: int
+WHOLE: int
+SPANS: int
 CHUNK_FROM_TOKENS: int
 uses_torch_threads: int
 
@@ -20,6 +24,7 @@ def forward(
     o: Tensor,
     final_state: Tensor | None,
     checkpoints: Tensor | None,
+    span_decays: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     flags: int,
@@ -43,6 +48,8 @@ def backward(
     grad_u: Tensor | None,
     grad_initial_state: Tensor | None,
     grad_u_parts: Tensor | None,
+    span_decays: Tensor | None,
+    span_adjoints: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     flags: int,

@@ -14,10 +14,17 @@ from torch import Tensor
 from . import _native
 
 # Tokens from one saved state to the next. A trade: the saved states take K * V / CHECKPOINT numbers a token and head,
-# and the backward pass recomputes this many states at a time: as many as stay in a CPU's nearest cache, or in the
-# registers of a CUDA block. The operators take it as an argument (0: save none), so that no graph compiled with one
-# value meets a library with another.
+# and the backward pass recomputes this many states at a time: as many as stay in a CPU's nearest cache, in the
+# registers of a CUDA block, or in the shared memory of one of the chunk kernels. The operators take it as an argument
+# (0: save none), so that no graph compiled with one value meets a library with another.
 CHECKPOINT = {"cpu": 64, "cuda": 16}
+CHUNK_CHECKPOINT = {"cpu": 64, "cuda": 128}
+_CUDA_CHUNK_SIZES = (32, 64, 128)  # K and V of CUDA's chunk kernels; others take the recurrent ones
+
+# Where long sequences may be cut into spans, and up to how many (sequence, head) pairs there is any use in it: scratch
+# is allocated for them, and the C core chooses.
+SPAN_DEVICES = {"cuda"}
+_SPAN_HEADS, _SPAN_TOKENS = 512, 256
 
 _NO_DOUBLE_BACKWARD = (
     "rwkv6_ops: the operator has first derivatives only; it was asked for a derivative of its gradients"
@@ -36,14 +43,14 @@ _library = torch.library.Library("rwkv6_ops", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "wkv6_forward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
-    "float scale, bool output_final_state, bool reverse, bool raw_decay, str algorithm, int checkpoint) "
+    "float scale, bool output_final_state, bool reverse, bool raw_decay, str algorithm, str precision, int checkpoint) "
     "-> (Tensor o, Tensor final_state, Tensor checkpoints)",
     tags=_tags,
 )
 _library.define(
     "wkv6_backward(Tensor r, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor checkpoints, Tensor? grad_o, Tensor? grad_final_state, float scale, bool reverse, bool raw_decay, "
-    "str algorithm, int checkpoint, bool[6] wanted) "
+    "str algorithm, str precision, int checkpoint, bool[6] wanted) "
     "-> (Tensor grad_r, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_u, Tensor grad_initial_state)",
     tags=_tags,
 )
@@ -55,14 +62,32 @@ _library.define(
 
 
 _ALGORITHMS = {"auto": 0, "recurrent": _native.RECURRENT, "chunk": _native.CHUNK}
+_PRECISIONS = {"default": 0, "fast": _native.FAST, "exact": _native.EXACT}
 
 
-def _checkpoint(r: Tensor) -> int:
-    return CHECKPOINT.get(r.device.type, CHECKPOINT["cpu"])  # tensors on the meta device have shapes alone
+def _checkpoint(r: Tensor, v: Tensor, algorithm: str) -> int:
+    by_chunks = algorithm != "recurrent" and r.shape[3] in _CUDA_CHUNK_SIZES and v.shape[3] in _CUDA_CHUNK_SIZES
+    distances = CHUNK_CHECKPOINT if by_chunks and r.dtype is not torch.float64 else CHECKPOINT
+    return distances.get(r.device.type, distances["cpu"])  # tensors on the meta device have shapes alone
 
 
-def _flags(reverse: bool, raw_decay: bool, algorithm: str = "auto") -> int:
-    return (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0) | _ALGORITHMS[algorithm]
+def _flags(reverse: bool, raw_decay: bool, algorithm: str = "auto", precision: str = "default") -> int:
+    how = _ALGORITHMS[algorithm] | _PRECISIONS[precision]
+    return (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0) | how
+
+
+def _allocate_spans(r: Tensor, v: Tensor, checkpoint: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Scratch for CUDA's kernels to cut sequences into spans, [S, H, K] and [S, H, K, V]; None where it is of no use.
+
+    The second one has the size of the checkpoints.
+    """
+    batch, time, heads, width = r.shape
+    if r.device.type not in SPAN_DEVICES or time < _SPAN_TOKENS or batch * heads > _SPAN_HEADS:
+        return None, None
+    if r.dtype is torch.float64 or checkpoint not in CHUNK_CHECKPOINT.values():
+        return None, None
+    decays = r.new_empty((batch * time // checkpoint, heads, width), dtype=torch.float32)
+    return decays, r.new_empty((*decays.shape, v.shape[3]), dtype=torch.float32)
 
 
 def _state_dtype(r: Tensor) -> torch.dtype:
@@ -130,25 +155,29 @@ def _forward_kernel(
     reverse,
     raw_decay,
     algorithm,
+    precision,
     checkpoint,
     spare=0,
 ):
     o, final, saved = outputs = _allocate_forward(
         r, v, initial_state, cu_seqlens, output_final_state, checkpoint, spare
     )
-    flags, checkpoint = _flags(reverse, raw_decay, algorithm), checkpoint or _checkpoint(r)
-    _native_forward(r, k, v, w, u, initial_state, o, final, saved, cu_seqlens, scale, flags, checkpoint)
+    flags, checkpoint = _flags(reverse, raw_decay, algorithm, precision), checkpoint or _checkpoint(r, v, algorithm)
+    decays, states = _allocate_spans(r, v, checkpoint)
+    saved = states if saved is None else saved
+    _native_forward(r, k, v, w, u, initial_state, o, final, saved, decays, cu_seqlens, scale, flags, checkpoint)
     return outputs
 
 
 def _backward_kernel(
     r, k, v, w, u, initial_state, cu_seqlens, checkpoints, grad_o, grad_final_state, scale, reverse, raw_decay, *options
 ):
-    algorithm, checkpoint, wanted = options
+    algorithm, precision, checkpoint, wanted = options
     inputs = (r, k, v, w, u, initial_state)
     if not checkpoint:  # the forward pass was told of no gradient and saved nothing
-        checkpoint = _checkpoint(r)
-        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, scale, False, reverse, raw_decay, algorithm, checkpoint)
+        checkpoint = _checkpoint(r, v, algorithm)
+        how = (scale, False, reverse, raw_decay, algorithm, precision, checkpoint)
+        *_, checkpoints = _forward_kernel(*inputs, cu_seqlens, *how)
     gradients = _allocate_backward(inputs, wanted)
     parts = None
     if gradients[4] is not None:
@@ -161,9 +190,10 @@ def _backward_kernel(
         grad_final_state,
         *gradients,
         parts,
+        *_allocate_spans(r, v, checkpoint),
         cu_seqlens,
         scale,
-        _flags(reverse, raw_decay, algorithm),
+        _flags(reverse, raw_decay, algorithm, precision),
         checkpoint,
     )
     return gradients
@@ -203,7 +233,8 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("rwkv6_ops::wkv6_forward", lib=_library)
-def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint):
+def _(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, *options):
+    checkpoint = options[-1]
     return _without_none(r, _allocate_forward(r, v, initial_state, cu_seqlens, output_final_state, checkpoint, _SPARE))
 
 
@@ -221,12 +252,10 @@ def _(r, k, v, w, u, state, scale, raw_decay):
 
 
 def _save(ctx, inputs, output):
-    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, checkpoint = (
-        inputs
-    )
-    ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, output[2])
+    *tensors, scale, output_final_state, reverse, raw_decay, algorithm, precision, checkpoint = inputs
+    ctx.save_for_backward(*tensors, output[2])
     ctx.has_final_state = output_final_state
-    ctx.options = (scale, reverse, raw_decay, algorithm, checkpoint)
+    ctx.options = (scale, reverse, raw_decay, algorithm, precision, checkpoint)
     ctx.set_materialize_grads(False)
 
 
@@ -239,7 +268,7 @@ def _saved_gradients(ctx, backward, grad_o, grad_final_state):
 
 def _registered_backward(ctx, grad_o, grad_final_state, _):
     grad_final_state = grad_final_state if ctx.has_final_state else None
-    return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 7)
+    return (*_saved_gradients(ctx, _backward_op, grad_o, grad_final_state), *(None,) * 8)
 
 
 def _refuse_double_backward(ctx, *_):
@@ -340,20 +369,33 @@ class _EagerWKV6(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm
+        ctx,
+        r,
+        k,
+        v,
+        w,
+        u,
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state,
+        reverse,
+        raw_decay,
+        algorithm,
+        precision,
     ):
-        checkpoint = _checkpoint(r)
-        options = (scale, output_final_state, reverse, raw_decay, algorithm, checkpoint)
+        checkpoint = _checkpoint(r, v, algorithm)
+        options = (scale, output_final_state, reverse, raw_decay, algorithm, precision, checkpoint)
         o, final_state, saved = _forward_kernel(r, k, v, w, u, initial_state, cu_seqlens, *options)
         ctx.save_for_backward(r, k, v, w, u, initial_state, cu_seqlens, saved)
-        ctx.options = (scale, reverse, raw_decay, algorithm, checkpoint)
+        ctx.options = (scale, reverse, raw_decay, algorithm, precision, checkpoint)
         ctx.set_materialize_grads(False)
         return (o, final_state) if output_final_state else o
 
     @staticmethod
     def backward(ctx, grad_o, grad_final_state=None):
         gradients = _saved_gradients(ctx, _eager_backward, grad_o, grad_final_state)
-        return (*gradients, *(None,) * 6)
+        return (*gradients, *(None,) * 7)
 
 
 # Function.apply() less what it does for torch.func, which does not come this way.
@@ -377,7 +419,7 @@ class _TransformedWKV6(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_o, grad_final_state, _):
         grad_final_state = grad_final_state if ctx.has_final_state else None
-        return (*_saved_gradients(ctx, _OnceDifferentiable.apply, grad_o, grad_final_state), *(None,) * 7)
+        return (*_saved_gradients(ctx, _OnceDifferentiable.apply, grad_o, grad_final_state), *(None,) * 8)
 
 
 # ---- Which way a call goes ----
@@ -423,7 +465,9 @@ def kernel_cu_seqlens(cu_seqlens: Tensor | None, r: Tensor) -> Tensor | None:
     return cu_seqlens.to(device=r.device, dtype=torch.int64).contiguous()
 
 
-def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
+def wkv6_eager(
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, precision
+):
     """The operator on plain tensors: o, and final_state or None. Raises REFUSALS."""
     if cu_seqlens is not None:
         cu_seqlens = kernel_cu_seqlens(cu_seqlens, r)
@@ -431,23 +475,30 @@ def wkv6_eager(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_sta
         (r.requires_grad or k.requires_grad or v.requires_grad or w.requires_grad or u.requires_grad)
         or (initial_state is not None and initial_state.requires_grad)
     ):
-        options = (scale, output_final_state, reverse, raw_decay, algorithm)
+        options = (scale, output_final_state, reverse, raw_decay, algorithm, precision)
         outputs = _apply_eager(r, k, v, w, u, initial_state, cu_seqlens, *options)
         return outputs if output_final_state else (outputs, None)
     o = _empty_contiguous(v)
     final_state = _allocate_final_state(r, v, initial_state, cu_seqlens) if output_final_state else None
-    flags = (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0) | _ALGORITHMS[algorithm]
-    _native_forward(r, k, v, w, u, initial_state, o, final_state, None, cu_seqlens, scale, flags, CHECKPOINT["cpu"])
+    how = _ALGORITHMS[algorithm] | _PRECISIONS[precision]
+    flags = (_REVERSE if reverse else 0) | (_RAW_DECAY if raw_decay else 0) | how
+    checkpoint, decays, states = CHECKPOINT["cpu"], None, None
+    if r.device.type in SPAN_DEVICES:
+        checkpoint = _checkpoint(r, v, algorithm)
+        decays, states = _allocate_spans(r, v, checkpoint)
+    _native_forward(r, k, v, w, u, initial_state, o, final_state, states, decays, cu_seqlens, scale, flags, checkpoint)
     return o, final_state
 
 
-def wkv6_dispatched(r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm):
+def wkv6_dispatched(
+    r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, precision
+):
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
     tensors = (r, k, v, w, u, initial_state)
-    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay, algorithm)
+    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay, algorithm, precision)
     if not _compiling() and _forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
-    checkpoint = _checkpoint(r)
+    checkpoint = _checkpoint(r, v, algorithm)
     if not _compiling() and _transforms() is not None:
         o, final_state, _ = _TransformedWKV6.apply(*tensors, *options, checkpoint)
     else:

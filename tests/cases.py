@@ -24,6 +24,18 @@ LAYOUTS = ("contiguous", "split", "transposed", "strided", "expanded")
 FORWARD_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 GRADIENT_TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
+# CUDA's chunk kernels, precision="default". Where r, k or v is float32, operands of 16 significant bits: 5e-6 of a
+# product. Where all three have 16 bits, operands of 11: 3e-4, in float32 results of theirs as well (WITH_SHORT_INPUTS),
+# and the rounding of the result, 1.7e-3 to bfloat16.
+WITH_SHORT_INPUTS = "all of r, k, v have 16 bits"
+CUDA_CHUNK_TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+    torch.bfloat16: 2e-3,
+    torch.float16: 5e-4,
+    WITH_SHORT_INPUTS: 4e-4,
+}
+
 
 @dataclass(frozen=True)
 class Case:

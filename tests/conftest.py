@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 
@@ -23,25 +25,45 @@ _DEVICES = ("cuda-emulated", "cuda") if torch.cuda.is_available() else ("cuda-em
 _KERNELS = tuple(f"{name}-{algorithm}" for name in _native.isas() for algorithm in ("recurrent", "chunk"))
 
 
+@contextlib.contextmanager
+def _on_cuda(name: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """CPU tensors go to the CUDA kernels on an emulated device, or torch's default device is a GPU, on which the test
+    makes its tensors."""
+    if name == "cuda":
+        torch.set_default_device("cuda")
+        yield
+        torch.set_default_device(None)
+    else:
+        _native.use_cuda_emulation(request.getfixturevalue("emulated_cuda"))
+        yield
+        _native.use_cuda_emulation(None)
+
+
 @pytest.fixture(params=(*_KERNELS, *_DEVICES))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run the test with each algorithm, where it asks for none, on each instruction set of this machine; and with the
-    CUDA kernels: on an emulated device, and on a GPU where there is one (then torch's default device, on which the
-    test makes its tensors)."""
-    if request.param == "cuda-emulated":
-        _native.use_cuda_emulation(request.getfixturevalue("emulated_cuda"))
-        yield request.param
-        _native.use_cuda_emulation(None)
-    elif request.param == "cuda":
-        torch.set_default_device("cuda")
-        yield request.param
-        torch.set_default_device(None)
+    """Run the test with each algorithm, where it asks for none, on each instruction set of this machine; and with
+    CUDA's recurrent kernels, on an emulated device and on a GPU where there is one."""
+    if request.param in _DEVICES:
+        monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.RECURRENT)
+        with _on_cuda(request.param, request):
+            yield request.param
     else:
         name, algorithm = request.param.rsplit("-", 1)
         monkeypatch.setitem(_ops._ALGORITHMS, "auto", _ops._ALGORITHMS[algorithm])
         previous = _native.use_isa(name)
         yield name
         _native.use_isa(previous)
+
+
+@pytest.fixture(params=_DEVICES)
+def cuda_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run the test with CUDA's chunk kernels where it asks for no algorithm, and with their tolerances."""
+    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.CHUNK)
+    for tolerances in (cases.FORWARD_TOLERANCE, cases.GRADIENT_TOLERANCE):
+        for what, tolerance in cases.CUDA_CHUNK_TOLERANCE.items():
+            monkeypatch.setitem(tolerances, what, tolerance)
+    with _on_cuda(request.param, request):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,23 @@ BUDGETS = {
     "wkv6_step_recurrentIdE": (56, 256, 4),
     "wkv6_grad_uIfE": (40, 256, 6),
     "wkv6_grad_uIdE": (40, 256, 6),
+    # Chunk kernels: K, operands (0 bf16, 1 tf32, 2 split), tiles a warp.
+    "wkv6_forward_chunkILi32EL7operand0ELi1EE": (120, 64, 8),
+    "wkv6_forward_chunkILi32EL7operand1ELi1EE": (120, 64, 8),
+    "wkv6_forward_chunkILi32EL7operand2ELi1EE": (120, 64, 8),
+    "wkv6_forward_chunkILi64EL7operand0ELi2EE": (248, 64, 4),
+    "wkv6_forward_chunkILi64EL7operand1ELi2EE": (248, 64, 4),
+    "wkv6_forward_chunkILi64EL7operand2ELi2EE": (248, 64, 4),
+    "wkv6_forward_chunkILi128EL7operand0ELi2EE": (255, 128, 2),
+    "wkv6_forward_chunkILi128EL7operand1ELi2EE": (255, 128, 2),
+    "wkv6_forward_chunkILi128EL7operand2ELi2EE": (255, 128, 2),
+    "wkv6_state_chunkILi32EL7operand1ELi1EE": (104, 64, 9),
+    "wkv6_state_chunkILi32EL7operand2ELi1EE": (104, 64, 9),
+    "wkv6_state_chunkILi64EL7operand1ELi1EE": (128, 128, 4),
+    "wkv6_state_chunkILi64EL7operand2ELi1EE": (128, 128, 4),
+    "wkv6_state_chunkILi128EL7operand1ELi1EE": (224, 256, 1),
+    "wkv6_state_chunkILi128EL7operand2ELi1EE": (224, 256, 1),
+    "wkv6_scan_spans": (56, 256, 4),
 }
 
 

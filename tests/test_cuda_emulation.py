@@ -29,11 +29,14 @@ BUILD = Path(__file__).parent / "native" / "cuda_build.sh"
 
 @pytest.fixture
 def emulation(emulated_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """The emulated device in the CPU's place, with the checkpoints of a CUDA device and its settings put back."""
+    """The emulated device in the CPU's place, with the recurrent kernels and the checkpoints that they have on a CUDA
+    device, and its settings put back."""
     library = ctypes.CDLL(str(emulated_cuda))
     library.wkv6_emulation_set.restype = library.wkv6_emulation_counter.restype = ctypes.c_int64
     library.wkv6_emulation_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
-    monkeypatch.setitem(_ops.CHECKPOINT, "cpu", SEGMENT)
+    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.RECURRENT)
+    for distances in (_ops.CHECKPOINT, _ops.CHUNK_CHECKPOINT):
+        monkeypatch.setitem(distances, "cpu", SEGMENT)
     settings = ("order", "multiprocessors", "shared_bytes", "count_banks")
     before = {name: library.wkv6_emulation_set(name.encode(), 0) for name in settings}
     for name, value in before.items():

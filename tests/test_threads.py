@@ -42,7 +42,7 @@ def test_other_python_threads_run_during_a_call():
     try:
         sys.setswitchinterval(1000.0)
         before = counted[0]
-        _native.forward(*inputs(problem), o, None, None, None, 1.0, 0, 64)
+        _native.forward(*inputs(problem), o, None, None, None, None, 1.0, 0, 64)
         after = counted[0]
     finally:
         sys.setswitchinterval(interval)

@@ -30,7 +30,7 @@ def test_opcheck_of_the_forward_operator(name: str, training: bool):
     problem = make(BY_NAME[name])
     tensors = [x.requires_grad_(training) for x in inputs(problem)]
     state = tensors[5] if len(tensors) > 5 else None
-    flags = (problem.scale, True, problem.reverse, problem.decay == "raw", "auto", 16)
+    flags = (problem.scale, True, problem.reverse, problem.decay == "raw", "auto", "default", 16)
     torch.library.opcheck(OPS.wkv6_forward.default, (*tensors[:5], state, problem.cu_seqlens, *flags))
 
 
@@ -38,8 +38,8 @@ def test_opcheck_of_the_forward_operator(name: str, training: bool):
 def test_opcheck_of_the_backward_operator(wanted: list[bool]):
     p = make(CASE)
     tensors = (p.r, p.k, p.v, p.w, p.u, p.initial_state, None)
-    *_, saved = OPS.wkv6_forward(*tensors, 1.0, True, False, False, "auto", 16)
-    args = (*tensors, saved, p.grad_o, p.grad_final_state, 1.0, False, False, "auto", 16, wanted)
+    *_, saved = OPS.wkv6_forward(*tensors, 1.0, True, False, False, "auto", "default", 16)
+    args = (*tensors, saved, p.grad_o, p.grad_final_state, 1.0, False, False, "auto", "default", 16, wanted)
     torch.library.opcheck(OPS.wkv6_backward.default, args)
 
 
@@ -133,7 +133,9 @@ def test_func_grad_equals_autograd():
 def test_double_backward_through_the_registered_operator_is_an_error():
     p = make(CASE)
     r = p.r.requires_grad_()
-    o, *_ = OPS.wkv6_forward(r, p.k, p.v, p.w, p.u, p.initial_state, None, 1.0, True, False, False, "auto", 16)
+    o, *_ = OPS.wkv6_forward(
+        r, p.k, p.v, p.w, p.u, p.initial_state, None, 1.0, True, False, False, "auto", "default", 16
+    )
     (gradient,) = torch.autograd.grad(o, r, torch.ones_like(o).requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         gradient.sum().backward()

@@ -281,7 +281,7 @@ std::int64_t conflicts_of(const shared_read *const reads[warp_size]) {
     std::vector<std::uintptr_t> words[32];
     std::size_t passes = 1;
     for (unsigned lane = first; lane < first + lanes_a_pass; lane++)
-      for (unsigned byte = 0; byte < reads[lane]->bytes; byte += 4) {
+      for (unsigned byte = 0; reads[lane]->address && byte < reads[lane]->bytes; byte += 4) {
         const std::uintptr_t word = (reads[lane]->address + byte) / 4;
         auto &bank = words[word % 32];
         bool known = false;

@@ -70,7 +70,7 @@ void end_exchange();
 /* Counters of the kernel that runs. */
 void count_global(std::size_t read, std::size_t written);
 void count_mma();
-void count_shared(const void *address, unsigned bytes);
+void count_shared(const void *address, unsigned bytes); /* a NULL address: this lane takes no part */
 
 /* Every lane gives a value and takes that of lane `from`. */
 template <typename T> T exchange(T value, unsigned from, site site) {
@@ -108,41 +108,104 @@ inline void load_matrices(std::uint32_t (&to)[4], const void *row, bool transpos
   }
 }
 
+/* What the warp's lanes hold of the operands of a product: a, then b. */
+struct operands {
+  std::uint32_t of[warp_size][6];
+};
+inline operands exchange_operands(const std::uint32_t (&a)[4], const std::uint32_t (&b)[2], site site) {
+  slot mine = {};
+  std::memcpy(mine.bytes, a, sizeof a);
+  std::memcpy(mine.bytes + sizeof a, b, sizeof b);
+  publish(mine);
+  warp_barrier(false, site);
+  operands all;
+  for (unsigned lane = 0; lane < warp_size; lane++) {
+    const slot theirs = receive(lane);
+    std::memcpy(all.of[lane], theirs.bytes, sizeof all.of[lane]);
+  }
+  end_exchange();
+  count_mma();
+  return all;
+}
+
+inline float float_of_bits(std::uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
 /* mma.m16n8k16, d += A B of bfloat16 with sums in float. Fragments as the PTX ISA has them, g = lane / 4, p = lane % 4:
  * a[0..3] hold A at rows g, g + 8, g, g + 8 and columns 2p, 2p, 2p + 8, 2p + 8 (and the next column in the upper half),
  * b[0..1] hold B at column g and rows 2p, 2p + 8 (and the next row), d[0..3] rows g, g, g + 8, g + 8, columns 2p, 2p
  * + 1. */
 inline void multiply_matrices(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2], site site) {
   const auto number = [](std::uint32_t word, unsigned upper) {
-    const std::uint32_t bits = upper ? word & 0xffff0000 : word << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
+    return float_of_bits(upper ? word & 0xffff0000 : word << 16);
   };
-  std::uint32_t all[warp_size][6];
-  slot mine = {};
-  std::memcpy(mine.bytes, a, sizeof a);
-  std::memcpy(mine.bytes + sizeof a, b, sizeof b);
-  publish(mine);
-  warp_barrier(false, site);
-  for (unsigned lane = 0; lane < warp_size; lane++) {
-    const slot theirs = receive(lane);
-    std::memcpy(all[lane], theirs.bytes, sizeof all[lane]);
-  }
-  end_exchange();
-  count_mma();
+  const operands all = exchange_operands(a, b, site);
   const unsigned lane = self().index % warp_size;
   for (unsigned i = 0; i < 4; i++) {
     const unsigned row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + i % 2;
     double sum = 0;
     for (unsigned k = 0; k < 16; k++) {
       const unsigned pair = k % 8 / 2;
-      const std::uint32_t of_a = all[row % 8 * 4 + pair][(row < 8 ? 0 : 1) + (k < 8 ? 0 : 2)];
-      const std::uint32_t of_b = all[column * 4 + pair][4 + (k < 8 ? 0 : 1)];
+      const std::uint32_t of_a = all.of[row % 8 * 4 + pair][(row < 8 ? 0 : 1) + (k < 8 ? 0 : 2)];
+      const std::uint32_t of_b = all.of[column * 4 + pair][4 + (k < 8 ? 0 : 1)];
       sum += static_cast<double>(number(of_a, k % 2)) * number(of_b, k % 2);
     }
     d[i] += static_cast<float>(sum);
   }
+}
+
+/* mma.m16n8k8, d += A B of tf32. a[0..3] hold A at rows g, g + 8, g, g + 8 and columns p, p, p + 4, p + 4, b[0..1] hold
+ * B at column g and rows p, p + 4; d as above. A number with more bits than a tf32 has is an error: a GPU would cut
+ * them off. */
+inline void multiply_matrices_tf32(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2], site site) {
+  const operands all = exchange_operands(a, b, site);
+  for (unsigned i = 0; i < 6; i++)
+    if ((i < 4 ? a[i] : b[i - 4]) & 0x1fff) fail("mma: an operand was not rounded to tf32");
+  const unsigned lane = self().index % warp_size;
+  for (unsigned i = 0; i < 4; i++) {
+    const unsigned row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + i % 2;
+    double sum = 0;
+    for (unsigned k = 0; k < 8; k++) {
+      const std::uint32_t of_a = all.of[row % 8 * 4 + k % 4][(row < 8 ? 0 : 1) + (k < 4 ? 0 : 2)];
+      const std::uint32_t of_b = all.of[column * 4 + k % 4][4 + (k < 4 ? 0 : 1)];
+      sum += static_cast<double>(float_of_bits(of_a)) * float_of_bits(of_b);
+    }
+    d[i] += static_cast<float>(sum);
+  }
+}
+
+/* movmatrix.trans: lane 4 g + p gives row g, columns 2p, 2p + 1 of an 8 x 8 matrix of 16-bit numbers and takes those of
+ * the transposed one. */
+inline std::uint32_t transpose_matrix(std::uint32_t word, site site) {
+  slot mine = {};
+  std::memcpy(mine.bytes, &word, sizeof word);
+  publish(mine);
+  warp_barrier(false, site);
+  const unsigned lane = self().index % warp_size, g = lane / 4, p = lane % 4;
+  std::uint32_t result = 0;
+  for (unsigned j = 0; j < 2; j++) {
+    const slot theirs = receive((2 * p + j) * 4 + g / 2);
+    std::uint32_t of_row;
+    std::memcpy(&of_row, theirs.bytes, sizeof of_row);
+    result |= (g % 2 ? of_row >> 16 : of_row & 0xffff) << 16 * j;
+  }
+  end_exchange();
+  return result;
+}
+
+/* vote.any */
+inline bool any_lane(bool mine_is, site site) {
+  slot mine = {};
+  mine.bytes[0] = mine_is;
+  publish(mine);
+  warp_barrier(false, site);
+  bool any = false;
+  for (unsigned lane = 0; lane < warp_size; lane++) any = any || receive(lane).bytes[0];
+  end_exchange();
+  return any;
 }
 
 /* Word by word: one access the sanitizers know about for each. */
@@ -151,7 +214,8 @@ inline void copy_words(void *to, const void *from, unsigned bytes) {
     static_cast<std::uint32_t *>(to)[i] = from ? static_cast<const std::uint32_t *>(from)[i] : ~0u;
 }
 
-inline void copy_async(void *to, const void *from, unsigned bytes) {
+/* `read`: how many of the bytes come from global memory; the others are zeros. */
+inline void copy_async(void *to, const void *from, unsigned bytes, unsigned read) {
   thread &t = self();
   char *const begin = static_cast<char *>(to);
   if (reinterpret_cast<std::uintptr_t>(to) % bytes || reinterpret_cast<std::uintptr_t>(from) % bytes)
@@ -160,7 +224,7 @@ inline void copy_async(void *to, const void *from, unsigned bytes) {
   if (t.copy_count == thread::most_copies) fail("cp.async: too many in flight");
   copy_words(to, nullptr, bytes); /* NaN until the wait */
   t.copies[t.copy_count++] = {to, from, bytes};
-  count_global(bytes, 0);
+  count_global(read, 0);
 }
 
 inline void copy_commit() {

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA's chunk kernels, on the emulated device and on a GPU where there is one: every case that they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BY_NAME, CASES, Case, make
+from oracle import answer, assert_forward, assert_gradients, call, in_float64, inputs, relative_error, true_answer_of
+
+import rwkv6_ops
+from rwkv6_ops import _native, _ops, reference
+
+SIZES = (32, 64, 128)
+NATIVE = [case for case in CASES if case.K in SIZES and case.V in SIZES and "f64" not in case.dtypes]
+# Largest error of o and final_state by precision: operands of 8, 11 and 16 bits.
+PRECISION = {"fast": 4e-3, "default": 4e-4, "exact": 1e-5}
+
+
+@pytest.mark.parametrize("case", NATIVE, ids=str)
+def test_results_and_gradients_equal_the_reference_loop(case: Case, cuda_chunk: str):
+    got, want = answer(rwkv6_ops.wkv6, make(case)), true_answer_of(case)
+    assert_forward(got.o, got.final_state, want)
+    assert_gradients(got.gradients, want)
+
+
+@pytest.mark.parametrize("precision", PRECISION)
+@pytest.mark.parametrize("decays", ["normal", "weak", "strong", "spikes", "forget", "mixed"])
+def test_errors_before_rounding_are_those_of_the_precision(decays: str, precision: str, cuda_chunk: str):
+    """float32 outputs of inputs that bfloat16 holds exactly: v as well, so o comes back in float32 by its dtype."""
+    p = make(Case(f"precision-{decays}", T=130, H=1, K=64, V=64, decays=decays, dtypes="bf16 bf16 bf16 f32 f32"))
+    want = call(reference.wkv6, in_float64(p), inputs(in_float64(p)))
+    _, state = call(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p, inputs(p))
+    assert relative_error(state, want[1]) <= PRECISION[precision]
+    if precision != "default":  # which float32 inputs make "exact"
+        p.v = p.v.float()
+        o, _ = call(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p, inputs(p))
+        assert relative_error(o, want[0]) <= PRECISION[precision]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("spans", B=2, T=300, H=1, K=64, V=64),
+        Case("spans-reverse", T=333, H=2, K=32, V=64, reverse=True, raw=True),
+        Case("spans-varlen", T=400, H=1, K=64, V=64, cu_seqlens=(0, 0, 130, 131, 400), decays="mixed"),
+        Case("spans-bf16", T=200, H=1, K=128, V=128, dtypes="bf16 bf16 bf16 bf16 bf16", initial_state=False),
+    ],
+    ids=str,
+)
+def test_a_sequence_cut_into_spans_gives_the_same(case: Case, cuda_chunk: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_ops, "SPAN_DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(_ops, "_SPAN_TOKENS", 0)
+    monkeypatch.setitem(_ops._PRECISIONS, "default", _native.SPANS)
+    p = make(case)
+    without = call(rwkv6_ops.wkv6, p, inputs(p))
+    assert_forward(*without, true_answer_of(case))
+    got = answer(rwkv6_ops.wkv6, p)
+    assert torch.equal(got.o, without[0])
+    assert_gradients(got.gradients, true_answer_of(case))
+
+
+def test_sizes_without_an_instance_run_token_by_token(cuda_chunk: str, monkeypatch: pytest.MonkeyPatch):
+    p = make(BY_NAME["K100V100T33"])
+    got = call(rwkv6_ops.wkv6, p, inputs(p))
+    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.RECURRENT)
+    want = call(rwkv6_ops.wkv6, p, inputs(p))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["r", "k", "v", "w"])
+@pytest.mark.parametrize("precision", PRECISION)
+def test_what_is_not_finite_stays_where_the_recurrence_puts_it(precision: str, name: str, bad: float, cuda_chunk: str):
+    """In another head, sequence or earlier token there is none (I4)."""
+    p = make(Case("not finite", B=2, T=50, H=2, K=32, V=32, dtypes="bf16 bf16 bf16 bf16 f32"))
+    getattr(p, name)[1, 21, 1, 5] = bad
+    o, state = call(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p, inputs(p))
+    want_o, want_state = call(reference.wkv6, in_float64(p), inputs(in_float64(p)))
+    assert torch.equal(o.isfinite(), want_o.isfinite())
+    assert torch.equal(state.isfinite(), want_state.isfinite())
