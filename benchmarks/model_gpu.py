@@ -12,9 +12,9 @@ on a GPU, waiting for memory and for each other is only in the share of issue sl
 Needs cuobjdump (the CUDA toolkit's, or PyPI's nvidia-cuda-cuobjdump) on PATH. Time is the largest of
 
     issue    instructions a warp and chunk * warps / (4 schedulers * --issue-rate)
-    shared   128-byte wavefronts of shared memory a chunk / 1 a cycle
+    shared   128-byte wavefronts of shared memory a chunk / (1 a cycle * --issue-rate)
     tensor   products a warp and chunk * warps * cycles of one / 4
-    DRAM     bytes of inputs, outputs and checkpoints / bandwidth
+    DRAM     bytes of inputs, outputs and (--training) checkpoints / bandwidth
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Kernel:
     operands: str
     tiles: int
     counts: Counter = field(default_factory=Counter)
-    wavefronts: int = 0
+    wavefronts: float = 0
 
     @property
     def warps(self) -> int:
         return self.K // 16 // self.tiles
 
     @property
-    def issued(self) -> int:
+    def issued(self) -> float:
         return sum(self.counts.values())
 
 
@@ -150,30 +150,33 @@ def loop_over_chunks(lines: list[Line]) -> tuple[int, int]:
     return min(whole, key=lambda loop: loop[1] - loop[0])
 
 
-def walk(lines: list[Line], first: int, last: int, skip: set[int]) -> list[Line]:
-    """The instructions of the loop less the regions that `skip` holds: what one chunk issues."""
-    return [line for i, line in enumerate(lines[first : last + 1], first) if i not in skip]
-
-
-def rare_regions(lines: list[Line], first: int, last: int) -> set[int]:
-    """What a chunk of finite bfloat16 on aligned rows jumps over: regions behind a forward branch that read float rows
-    (LDS.32 by the dozen), convert float16, fetch element by element, select products one token at a time, or store
-    checkpoints and unaligned rows."""
+def weights(lines: list[Line], first: int, last: int, warps: int) -> list[float]:
+    """How often a warp issues each instruction of the loop, for a chunk of finite bfloat16 on aligned rows with log
+    decays. Such a chunk jumps over what reads float rows (LDS by the dozen), converts float16, fetches element by
+    element, makes decays of raw ones, selects products one token at a time or stores checkpoints and unaligned rows.
+    Products behind a branch, and the sums beside the diagonal, are one warp's."""
     at = {line.address: i for i, line in enumerate(lines)}
-    skipped: set[int] = set()
+    weight = [1.0] * (last + 1 - first)
     for i in range(first, last + 1):
-        line = lines[i]
-        target = at.get(line.target) if line.target is not None else None
-        if not line.predicate or target is None or not i < target <= last + 1:
+        target = at.get(lines[i].target) if lines[i].target is not None else None
+        if not lines[i].predicate or target is None or not i < target <= last + 1:
             continue
         region = lines[i + 1 : target]
         names = Counter(x.mnemonic.split(".")[0] for x in region)
-        loads = sum(count for name, count in names.items() if name == "LDS")
-        half = any(x.mnemonic.startswith("HADD2.F32") for x in region)
         inner_loop = any(x.target in at and i < at[x.target] <= at[x.address] for x in region if x.target is not None)
-        if inner_loop or half or (loads >= 8 and not names["HMMA"]) or names["STG"] >= 16 or names["LDG"] >= 1:
-            skipped.update(range(i + 1, target))
-    return skipped
+        half = any(x.mnemonic.startswith("HADD2.F32") for x in region)
+        raw = names["MUFU"] >= 8 and names["FSEL"] >= 8
+        of_one_warp = names["HMMA"] or (names["LDS"] >= 4 and names["FADD"] >= 4)
+        floats = names["LDS"] >= 8 and not of_one_warp
+        if inner_loop or half or raw or floats or names["STG"] >= 16 or names["LDG"]:
+            share = 0.0
+        elif of_one_warp:
+            share = 1 / warps
+        else:
+            continue
+        for j in range(i + 1, target):
+            weight[j - first] = min(weight[j - first], share)
+    return weight
 
 
 def kernels_of(path: Path) -> list[Kernel]:
@@ -184,9 +187,10 @@ def kernels_of(path: Path) -> list[Kernel]:
             continue
         first, last = loop_over_chunks(lines)
         kernel = Kernel(match.group(1), int(match.group(2)), OPERANDS[int(match.group(3))], int(match.group(4) or 1))
-        for line in walk(lines, first, last, rare_regions(lines, first, last)):
-            kernel.counts[class_of(line.mnemonic)] += 1
-            kernel.wavefronts += wavefronts_of(line.mnemonic) * kernel.warps
+        weight = weights(lines, first, last, kernel.warps)
+        for line, share in zip(lines[first : last + 1], weight, strict=True):
+            kernel.counts[class_of(line.mnemonic)] += share
+            kernel.wavefronts += wavefronts_of(line.mnemonic) * kernel.warps * share
         found.append(kernel)
     return sorted(found, key=lambda x: (x.name, x.K, OPERANDS.index(x.operands)))
 
@@ -198,7 +202,9 @@ def bytes_of(kernel: Kernel, B: int, T: int, H: int, D: int) -> tuple[float, flo
     return B * T * H * D * element * rows, B * H * T / 128 * D * D * 4
 
 
-def times(kernel: Kernel, device: Device, shape: tuple[int, int, int, int], rate: float) -> dict[str, float]:
+def times(
+    kernel: Kernel, device: Device, shape: tuple[int, int, int, int], rate: float, training: bool
+) -> dict[str, float]:
     """Microseconds that each limit alone takes."""
     B, T, H, _ = shape
     chunks = B * H * T / 16
@@ -207,9 +213,9 @@ def times(kernel: Kernel, device: Device, shape: tuple[int, int, int, int], rate
     busy = min(1.0, B * H / device.multiprocessors)  # one block a sequence and head: fewer leave multiprocessors idle
     return {
         "issue": chunks * kernel.issued * kernel.warps / 4 / rate / cycles_a_us / busy,
-        "shared": chunks * kernel.wavefronts / cycles_a_us / busy,
+        "shared": chunks * kernel.wavefronts / rate / cycles_a_us / busy,
         "tensor": chunks * kernel.counts["mma"] * kernel.warps * device.mma_cycles / 4 / cycles_a_us / busy,
-        "DRAM": (least + checkpoints) / device.bandwidth * 1e6,
+        "DRAM": (least + checkpoints * training) / device.bandwidth * 1e6,
         "bound": least / device.bandwidth * 1e6,
     }
 
@@ -218,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="librwkv6_cuda.so or cubins")
     parser.add_argument("--issue-rate", type=float, default=0.8, help="share of issue slots that is filled")
+    parser.add_argument("--training", action="store_true", help="with the bytes of the checkpoints")
     parser.add_argument("--measured", type=Path, help="JSON of microseconds by 'device kernel operands BxTxHxD'")
     options = parser.parse_args()
     files = options.files or [Path(__file__).parent.parent / "rwkv6_ops" / "librwkv6_cuda.so"]
@@ -227,7 +234,8 @@ def main() -> None:
     print("| kernel | K | precision | warps | instructions a warp and chunk | products | wavefronts a chunk |")
     print("|---|---|---|---|---|---|---|")
     for x in kernels:
-        print(f"| {x.name} | {x.K} | {x.operands} | {x.warps} | {x.issued} | {x.counts['mma']} | {x.wavefronts} |")
+        counts = f"{x.issued:.0f} | {x.counts['mma']:.0f} | {x.wavefronts:.0f}"
+        print(f"| {x.name} | {x.K} | {x.operands} | {x.warps} | {counts} |")
     print(f"\nMicroseconds, issue rate {options.issue_rate:.0%}\n")
     print("| device | B T H D | kernel | precision | issue | shared | tensor | DRAM | model | / bound | measured |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
@@ -236,7 +244,7 @@ def main() -> None:
             for x in kernels:
                 if shape[3] != x.K:
                     continue
-                t = times(x, device, shape, options.issue_rate)
+                t = times(x, device, shape, options.issue_rate, options.training)
                 model = max(t[name] for name in ("issue", "shared", "tensor", "DRAM"))
                 words = " ".join(map(str, shape))
                 key = f"{device.name} {x.name} {x.operands} {'x'.join(map(str, shape))}"

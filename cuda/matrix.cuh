@@ -49,11 +49,6 @@ WKV6_DEVICE float float_of_bits(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-/* To 11 significant bits, halves away from zero: what tensor cores take for a float. */
-WKV6_DEVICE uint32_t tf32_of(float x) {
-  const uint32_t bits = bits_of(x);
-  return x != x ? 0x7fffe000 : (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0x1000) & 0xffffe000;
-}
 WKV6_DEVICE uint32_t pack_bf16(float low, float high) {
   return bf16_of(low).bits | static_cast<uint32_t>(bf16_of(high).bits) << 16;
 }
@@ -121,11 +116,6 @@ WKV6_DEVICE float exp2_approx(float x) {
 }
 WKV6_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 WKV6_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
-WKV6_DEVICE uint32_t tf32_of(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
 WKV6_DEVICE uint32_t pack_bf16(float low, float high) {
   uint32_t word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -173,6 +163,11 @@ template <int WORDS> WKV6_DEVICE void store_global_words(void *global, const uin
 }
 
 #endif
+
+/* A float as an operand in tf32, of which the product takes the upper 19 bits: 11 significant ones. The factor adds
+ * 0.35 to 0.69 units of the last of them, on average a half, before the rest is cut off: one operation where cvt.rna
+ * takes four, an error 3 % larger, and NaN, infinity and numbers of 11 bits stay what they are. */
+WKV6_DEVICE uint32_t tf32_of(float x) { return bits_of(x * (1 + 0.34657f / 1024)); }
 
 WKV6_DEVICE float low_float(uint32_t pair) { return float_of_bits(pair << 16); }
 WKV6_DEVICE float high_float(uint32_t pair) { return float_of_bits(pair & 0xffff0000); }

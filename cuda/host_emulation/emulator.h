@@ -158,12 +158,9 @@ inline void multiply_matrices(float (&d)[4], const std::uint32_t (&a)[4], const 
 }
 
 /* mma.m16n8k8, d += A B of tf32. a[0..3] hold A at rows g, g + 8, g, g + 8 and columns p, p, p + 4, p + 4, b[0..1] hold
- * B at column g and rows p, p + 4; d as above. A number with more bits than a tf32 has is an error: a GPU would cut
- * them off. */
+ * B at column g and rows p, p + 4; d as above. The lower 13 bits of an operand are ignored. */
 inline void multiply_matrices_tf32(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2], site site) {
   const operands all = exchange_operands(a, b, site);
-  for (unsigned i = 0; i < 6; i++)
-    if ((i < 4 ? a[i] : b[i - 4]) & 0x1fff) fail("mma: an operand was not rounded to tf32");
   const unsigned lane = self().index % warp_size;
   for (unsigned i = 0; i < 4; i++) {
     const unsigned row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + i % 2;
@@ -171,7 +168,7 @@ inline void multiply_matrices_tf32(float (&d)[4], const std::uint32_t (&a)[4], c
     for (unsigned k = 0; k < 8; k++) {
       const std::uint32_t of_a = all.of[row % 8 * 4 + k % 4][(row < 8 ? 0 : 1) + (k < 4 ? 0 : 2)];
       const std::uint32_t of_b = all.of[column * 4 + k % 4][4 + (k < 4 ? 0 : 1)];
-      sum += static_cast<double>(float_of_bits(of_a)) * float_of_bits(of_b);
+      sum += static_cast<double>(float_of_bits(of_a & 0xffffe000)) * float_of_bits(of_b & 0xffffe000);
     }
     d[i] += static_cast<float>(sum);
   }

@@ -26,9 +26,9 @@ using std::vector;
 struct problem {
   const char *name;
   int64_t B, T, H, K, V, segment;
-  const char *dtypes; /* of r, k, v, w, u and state: f, b, h or d each */
-  const char
-      *options; /* r reverse, w raw decay, i initial state, s strided, o only do, f only d(final_state), - none of du */
+  const char *dtypes;  /* of r, k, v, w, u and state: f, b, h or d each */
+  const char *options; /* r reverse, w raw decay, i initial state, s strided, o only do, f only d(final_state), - none
+                          of du; c chunk kernels, F precision "fast", E "exact", S spans */
   vector<int64_t> cu_seqlens;
   int64_t multiprocessors;
 };
@@ -148,10 +148,16 @@ void compare(const problem &q, const char *what, const tensor &got, truth &want)
           size += y * y;
         }
   const double error = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
-  const double tolerance = got.t.dtype == WKV6_F64   ? 1e-12
-                           : got.t.dtype == WKV6_F32 ? 1.5e-6
-                           : got.t.dtype == WKV6_F16 ? 5e-4
-                                                     : 4e-3;
+  const double rounding = got.t.dtype == WKV6_F64   ? 1e-12
+                          : got.t.dtype == WKV6_F32 ? 1.5e-6
+                          : got.t.dtype == WKV6_F16 ? 5e-4
+                                                    : 4e-3;
+  const bool chunk = std::strchr(q.options, 'c'), wide = std::string(q.dtypes, 3).find('f') != std::string::npos;
+  const double of_operands = !chunk                                           ? 0
+                             : std::strchr(q.options, 'F')                    ? 5e-3
+                             : wide || std::strchr(q.options, 'E') != nullptr ? 1.5e-5
+                                                                              : 5e-4;
+  const double tolerance = std::fmax(rounding, of_operands);
   compared++;
   if (error <= tolerance) return; /* so a NaN fails */
   failures++;
@@ -172,7 +178,8 @@ void run(const problem &q) {
   const bool strided = has(q, 's'), raw = has(q, 'w'), reverse = has(q, 'r');
   const int64_t N = q.cu_seqlens.empty() ? q.B : static_cast<int64_t>(q.cu_seqlens.size()) - 1;
   const int real = q.dtypes[0] == 'd' ? WKV6_F64 : WKV6_F32;
-  tensor r, k, v, w, u, s0, o, s1, checkpoints, go, gs1, gr, gk, gv, gw, gu, gs0, parts, s2, w_sum;
+  tensor span_decays, span_adjoints, r, k, v, w, u, s0, o, s1, checkpoints, go, gs1, gr, gk, gv, gw, gu, gs0, parts, s2,
+      w_sum;
   const vector<int64_t> keys = {q.B, q.T, q.H, q.K}, values = {q.B, q.T, q.H, q.V}, states = {N, q.H, q.K, q.V};
   r.make(keys, dtype_of(q.dtypes[0]), strided), k.make(keys, dtype_of(q.dtypes[1]), strided),
       v.make(values, dtype_of(q.dtypes[2]), strided);
@@ -197,7 +204,13 @@ void run(const problem &q) {
   wkv6_problem p = {};
   p.B = q.B, p.T = q.T, p.H = q.H, p.K = q.K, p.V = q.V, p.N = N, p.segment = q.segment, p.scale = 0.7;
   p.cu_seqlens = q.cu_seqlens.empty() ? nullptr : q.cu_seqlens.data();
-  p.flags = (reverse ? WKV6_REVERSE : 0) | (raw ? WKV6_RAW_DECAY : 0);
+  p.flags = (reverse ? WKV6_REVERSE : 0) | (raw ? WKV6_RAW_DECAY : 0) | (has(q, 'c') ? WKV6_CHUNK : WKV6_RECURRENT) |
+            (has(q, 'F') ? WKV6_FAST : 0) | (has(q, 'E') ? WKV6_EXACT : 0) | (has(q, 'S') ? WKV6_SPANS : 0);
+  if (has(q, 'S')) {
+    span_decays.make({q.B * q.T / q.segment, q.H, q.K}, real, false);
+    span_adjoints.make({q.B * q.T / q.segment, q.H, q.K, q.V}, real, false);
+    p.span_decays = span_decays.t, p.span_adjoints = span_adjoints.t;
+  }
   p.r = r.t, p.k = k.t, p.v = v.t, p.w = w.t, p.u = u.t, p.initial_state = s0.t, p.o = o.t, p.final_state = s1.t,
   p.checkpoints = checkpoints.t;
   must(q, "forward", wkv6_cuda_forward(&p, 0, nullptr));
@@ -303,6 +316,24 @@ vector<problem> problems() {
       {"one token", 2, 1, 2, 64, 64, 16, "ffffff", "i", {}, 4},
       {"one token, odd", 1, 1, 2, 300, 40, 16, "hfbfff", "wrs", {}, 4},
       {"many sequences", 20, 3, 2, 4, 4, 16, "ffffff", "i", {}, 4},
+      /* chunk kernels: every instance; tails, spans of one segment, checkpoints, rows that are not aligned */
+      {"chunk 32", 1, 37, 2, 32, 32, 16, "ffffff", "ci", {}, 2},
+      {"chunk 32 fast", 1, 33, 1, 32, 64, 32, "bbbbbf", "ciF", {}, 2},
+      {"chunk 32 bf16", 1, 20, 1, 32, 32, 16, "bbbbff", "ciw", {}, 2},
+      {"chunk 64", 1, 35, 1, 64, 64, 16, "ffffff", "ciw", {}, 1},
+      {"chunk 64 fast", 1, 50, 1, 64, 64, 16, "ffffff", "ciF", {}, 1},
+      {"chunk 64 bf16", 2, 50, 1, 64, 64, 32, "bbbbbf", "ci", {}, 1},
+      {"chunk 64 f16", 1, 70, 1, 64, 32, 16, "hhhhhf", "cri", {}, 1},
+      {"chunk 64 exact", 1, 18, 1, 64, 64, 16, "bbbbbf", "ciE", {}, 1},
+      {"chunk 128", 1, 17, 1, 128, 128, 16, "fbffff", "c", {}, 1},
+      {"chunk 128 fast", 1, 17, 1, 128, 64, 16, "bbbbbf", "ciF", {}, 1},
+      {"chunk 128 bf16", 1, 33, 1, 128, 128, 16, "bbbbbf", "ciwr", {}, 1},
+      {"chunk strided", 1, 20, 2, 32, 64, 16, "fbfbff", "csri", {}, 4},
+      {"chunk varlen", 1, 60, 2, 64, 64, 16, "hbhbff", "ciw", {0, 0, 1, 18, 18, 60, 60}, 2},
+      {"chunk spans", 1, 70, 2, 32, 32, 16, "ffffff", "cirwS", {}, 2},
+      {"chunk spans 64", 1, 90, 1, 64, 64, 32, "bbbbbf", "ciS", {0, 0, 40, 90}, 2},
+      {"chunk spans 128", 1, 40, 1, 128, 128, 16, "bbbbbf", "cS", {}, 2},
+      {"chunk no token", 2, 0, 2, 32, 32, 16, "ffffff", "ci", {}, 4},
       /* gradients of some outputs, for some inputs */
       {"only o", 1, 20, 1, 32, 32, 16, "ffffff", "io", {}, 4},
       {"only final state", 1, 20, 1, 64, 64, 16, "ffffff", "if-", {}, 4},
