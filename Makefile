@@ -45,6 +45,7 @@ demo: install $(VENV)/demo.stamp
 $(VENV)/peers.stamp: $(VENV)/tools.stamp
 	$(INSTALL) matplotlib
 	$(INSTALL) --no-deps rwkv rwkv-simple flash-linear-attention einops pywhispercpp
+	$(INSTALL) keras
 	touch $@
 
 test: install $(VENV)/peers.stamp

@@ -64,6 +64,8 @@ def _shifted(x: Tensor, last: Tensor) -> Tensor:
 class TimeMix(nn.Module):
     """Attention's place in the block: data-dependent token shift and decay, the WKV operator, group norm and gate."""
 
+    shift = staticmethod(_shifted)  # examples/parallel.py has another one
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         C, self.heads = config.channels, config.heads
@@ -95,7 +97,7 @@ class TimeMix(nn.Module):
     def operands(self, x: Tensor, last: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """(r, k, v, raw w), each [B, T, H, D], and the gate [B, T, C] for x [B, T, C] that follows `last` [B, C]."""
         B, T, C = x.shape
-        dx = _shifted(x, last) - x
+        dx = self.shift(x, last) - x
         adapt = torch.tanh((x + dx * self.time_maa_x) @ self.time_maa_w1).view(B * T, 5, -1).transpose(0, 1)
         adapt = torch.bmm(adapt, self.time_maa_w2).view(5, B, T, C).unbind()
         mixed = {n: x + dx * (getattr(self, f"time_maa_{n}") + m) for n, m in zip(MIXED, adapt, strict=True)}
@@ -111,6 +113,8 @@ class TimeMix(nn.Module):
 class ChannelMix(nn.Module):
     """The feed-forward part: squared ReLU between two linear maps, under a sigmoid gate, with token shift."""
 
+    shift = staticmethod(_shifted)
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         C, hidden = config.channels, config.hidden or int(config.channels * 3.5) // 32 * 32
@@ -123,7 +127,7 @@ class ChannelMix(nn.Module):
         nn.init.zeros_(self.receptance.weight)
 
     def forward(self, x: Tensor, last: Tensor) -> Tensor:
-        dx = _shifted(x, last) - x
+        dx = self.shift(x, last) - x
         hidden = torch.relu(self.key(x + dx * self.time_maa_k)) ** 2
         return torch.sigmoid(self.receptance(x + dx * self.time_maa_r)) * self.value(hidden)
 

@@ -5,6 +5,7 @@
 
 Leaves train_text.pt (weights under the names of RWKV's checkpoints, optimizer, curves: what --resume goes on from, to
 the bit as if there had been no break) and train_text.png, the loss curve, and ends with a text of the model's own.
+On several processes: --parallel, see parallel.py.
 """
 
 from __future__ import annotations
@@ -70,22 +71,32 @@ class TextCurves:
 class TextTrainer:
     """A model in training: `step` by `step`, `validate`, `save` and `resume`."""
 
+    rank = 0  # the one that speaks, where there are several
+
     def __init__(self, corpus: Corpus, settings: TextSettings, wkv: Callable = rwkv6_ops.wkv6) -> None:
         s = self.settings = settings
         self.corpus, self.wkv, self.clock = corpus, wkv, OperatorClock(wkv)
         torch.manual_seed(s.seed)
-        self.model = RWKV6(s.model, wkv=self.clock, checkpoint=s.checkpoint_blocks)
+        self.model = self.prepare(RWKV6(s.model, wkv=self.clock, checkpoint=s.checkpoint_blocks))
         # Matrices alone decay, not the vectors that are stored as [1, 1, C].
         parameters = list(self.model.parameters())
+
+        def is_matrix(p: Tensor) -> bool:
+            return sum(size > 1 for size in p.shape) > 1
+
         groups = [
-            {"params": [p for p in parameters if p.squeeze().dim() > 1], "weight_decay": s.weight_decay},
-            {"params": [p for p in parameters if p.squeeze().dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if is_matrix(p)], "weight_decay": s.weight_decay},
+            {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
         self.draw = torch.Generator().manual_seed(s.seed)
         held_out = torch.Generator().manual_seed(s.seed + 1)
         self.checks = [draw_batch(corpus.validation, s.batch, s.length, held_out) for _ in range(s.validation_batches)]
         self.curves = TextCurves()
+
+    def prepare(self, model: RWKV6) -> torch.nn.Module:
+        """The model as it is trained, before the optimizer sees its parameters."""
+        return model
 
     @property
     def steps(self) -> int:
@@ -131,14 +142,19 @@ class TextTrainer:
 
     def train(self, after_step: Callable[[], None] = lambda: None) -> TextCurves:
         """Go on until done, with one progress line; `after_step` is called after each step."""
-        progress, smooth = Progress(), self.curves.train[-1][1] if self.steps else math.log(self.settings.model.vocab)
+        progress, smooth = (
+            Progress() if self.rank == 0 else None,
+            self.curves.train[-1][1] if self.steps else math.log(self.settings.model.vocab),
+        )
         while not self.done:
             smooth += max(0.05, 1 / (self.steps + 1)) * (self.step() - smooth)
             if self.steps % self.settings.validate_every == 0 or self.steps == 1 or self.done:
                 self.validate()
-            progress.show(self._line(smooth))
+            if progress:
+                progress.show(self._line(smooth))
             after_step()
-        progress.close(self._line(smooth))
+        if progress:
+            progress.close(self._line(smooth))
         return self.curves
 
     def _line(self, smooth: float) -> str:
@@ -166,14 +182,22 @@ class TextTrainer:
     def resume(self, path: Path) -> None:
         """Take up what `save` left, made with the same settings (but for steps and seconds)."""
         stored = torch.load(path, weights_only=True)
-        theirs, ours = stored["settings"], asdict(self.settings)
-        for name in sorted(ours.keys() - {"steps", "seconds", "checkpoint_blocks"}):
-            if theirs[name] != ours[name]:
-                raise ValueError(f"{path}: trained with {name} {theirs[name]!r}, not {ours[name]!r}")
+        self.check_settings(path, stored["settings"])
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])
         self.draw.set_state(stored["draw"])
         self.curves = TextCurves(**stored["curves"])
+
+    def check_settings(self, path: Path, theirs: dict[str, object]) -> None:
+        """A training cannot go on with other settings (but for steps and seconds)."""
+        ours = asdict(self.settings)
+        for name in sorted(ours.keys() - {"steps", "seconds", "checkpoint_blocks"}):
+            if theirs[name] != ours[name]:
+                raise ValueError(f"{path}: trained with {name} {theirs[name]!r}, not {ours[name]!r}")
+
+    def whole_model(self) -> RWKV6:
+        """The model with all its weights."""
+        return self.model
 
 
 def write_sample(model: RWKV6, prompt: Tensor, count: int = 400) -> None:
@@ -209,6 +233,7 @@ def parse() -> argparse.Namespace:
     for name, default in (("layers", 2), ("channels", 128), ("heads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=TextSettings.learning_rate)
+    parser.add_argument("--parallel", choices=("ddp", "fsdp", "sequence"), help="under torchrun: see parallel.py")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--checkpoint-blocks", action="store_true", help="less memory, more time: run blocks twice")
     return parser.parse_args()
@@ -220,6 +245,15 @@ def settings_of(options: argparse.Namespace) -> TextSettings:
     return TextSettings(model=model, **{name: getattr(options, name) for name in names})
 
 
+def make_trainer(options: argparse.Namespace, corpus: Corpus) -> TextTrainer:
+    if not options.parallel:
+        return TextTrainer(corpus, settings_of(options))
+    sys.modules["train_text"] = sys.modules[__name__]  # which parallel imports
+    import parallel
+
+    return parallel.ParallelTrainer(corpus, settings_of(options), options.parallel, parallel.start())
+
+
 def main() -> int:
     options = parse()
     torch.set_num_threads(options.threads)
@@ -229,17 +263,21 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    trainer, file = TextTrainer(corpus, settings_of(options)), options.out / "train_text.pt"
+    trainer, file = make_trainer(options, corpus), options.out / f"train_text.{'dcp' if options.parallel else 'pt'}"
     if options.resume and file.exists():
         trainer.resume(file)
-        print(f"{file}: going on after {trainer.steps} steps")
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    print(f"{parameters:,} parameters, {len(corpus.train) / 1e6:.1f} MB of text")
+    if trainer.rank == 0:
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        going_on = f"{file}: going on after {trainer.steps} steps\n" if trainer.steps else ""
+        print(f"{going_on}{parameters:,} parameters, {len(corpus.train) / 1e6:.1f} MB of text")
     trainer.train(lambda: trainer.save(file) if trainer.steps % options.save_every == 0 else None)
     trainer.save(file)
+    model = trainer.whole_model()
+    if trainer.rank:
+        return 0
     picture = options.out / "train_text.png"
     drawn = draw_curve(picture, trainer.curves, corpus.byte_entropy)
-    write_sample(trainer.model, corpus.validation[:128])
+    write_sample(model, corpus.validation[:128])
     print(f"{file}" + (f" and {picture}" if drawn else " (no picture: matplotlib is not installed)"))
     return 0
 

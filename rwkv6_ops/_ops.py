@@ -490,12 +490,26 @@ def wkv6_eager(
     return o, final_state
 
 
+def learn_dtensor(**tensors: Tensor | None) -> bool:
+    """True for DTensors; the first time, their sharding rules are registered. Sharded over time they are refused."""
+    first = next(iter(tensors.values()))
+    if _compiling() or type(first) is Tensor or not hasattr(first, "placements"):
+        return False
+    from .distributed import _dtensor  # takes a second to import
+
+    _dtensor.refuse_time_shards(**tensors)
+    return True
+
+
 def wkv6_dispatched(
     r, k, v, w, u, initial_state, cu_seqlens, scale, output_final_state, reverse, raw_decay, algorithm, precision
 ):
     """The operator on checked arguments by way of torch's dispatcher: o, and final_state or None."""
+    sharded = learn_dtensor(r=r, k=k, v=v, w=w, u=u, initial_state=initial_state)
     tensors = (r, k, v, w, u, initial_state)
-    options = (kernel_cu_seqlens(cu_seqlens, r), scale, output_final_state, reverse, raw_decay, algorithm, precision)
+    # DTensor keeps a placement for each output by the tensors' shapes alone: the outputs have to be always the same.
+    asked = output_final_state or sharded
+    options = (kernel_cu_seqlens(cu_seqlens, r), scale, asked, reverse, raw_decay, algorithm, precision)
     if not _compiling() and _forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
     checkpoint = _checkpoint(r, v, algorithm)

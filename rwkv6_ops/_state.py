@@ -100,6 +100,7 @@ class _Transformed(torch.autograd.Function):
 
 def wkv6_state(k, v, w, initial_state, cu_seqlens, reverse, raw_decay):
     """The operator on checked arguments."""
+    _ops.learn_dtensor(k=k, v=v, w=w, initial_state=initial_state)
     if not _ops._compiling() and _ops._forward_ad._current_level >= 0:
         _ops._refuse_tangents((k, v, w, initial_state))
     operator = _Transformed.apply if not _ops._compiling() and _ops._transforms() is not None else state_op

@@ -113,3 +113,22 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[list]:
+    """The pools of ranks that this session has started."""
+    started: list = []
+    yield started
+    for pool in started:
+        pool.close()
+
+
+@pytest.fixture
+def ranks(pools: list):
+    """Four processes that are the ranks of gloo groups: those of the tests before, if they are in good health."""
+    from ranks import Ranks
+
+    if not pools or not pools[-1].alive:
+        pools.append(Ranks())
+    return pools[-1]

@@ -38,5 +38,12 @@ for tool in memcheck racecheck initcheck synccheck; do
   step "compute-sanitizer: $tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
     "$python" -m pytest -q tests/test_forward.py tests/test_gradients.py -k "$some"
 done
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if ((gpus > 1)); then
+  step "sequences cut over $gpus GPUs" "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
+    tools/gpu_distributed.py
+else
+  printf '\nOne GPU: left out is rwkv6_ops.distributed with NCCL.\n'
+fi
 step "timings" "$python" tools/gpu_bench.py
 exit "$status"
