@@ -46,7 +46,7 @@ class Local:
     compose: float
 
 
-def least(call: Callable[[], object], rounds: int = 5) -> float:
+def least(call: Callable[[], object], rounds: int = 20) -> float:
     call()
     times = []
     for _ in range(rounds):
