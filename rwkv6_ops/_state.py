@@ -56,7 +56,14 @@ def _gradients(ctx, grad_state, grad_w_sum, backward=_ops._backward_op):
         r, u = k.new_zeros(()).expand_as(k), k.new_zeros(()).expand(k.shape[2:])
         scaled = k if ctx.scale == 1 else k * ctx.scale
         tensors = (r, scaled, v, w, u, initial_state, cu_seqlens)
-        options = (1.0, ctx.reverse, ctx.raw_decay, "auto", 0)  # 0: the states between are computed again, not saved
+        options = (
+            1.0,
+            ctx.reverse,
+            ctx.raw_decay,
+            "auto",
+            "default",
+            0,
+        )  # 0: states between are computed again, not saved
         outputs = (torch.empty(0, dtype=_ops._state_dtype(k), device=k.device), None, grad_state)
         of_six = [False, *wanted[:3], False, wanted[3]]
         _, *grads, _, grad_initial_state = backward(*tensors, *outputs, *options, of_six)
