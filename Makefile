@@ -1,4 +1,4 @@
-# What one does here: make demo | test | check-kernels | lint | format | bench | build | wheel | gpu | mutate | clean.
+# What one does here: make demo | report | test | check-kernels | lint | format | bench | build | wheel | gpu | mutate | clean.
 # Needs GNU make, a C compiler (gcc or clang) and Python >= 3.11 with venv and its C headers; pip brings the rest into .venv.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h)
 C_FILES := $(SOURCES) $(HEADERS) $(wildcard tests/native/*.c tests/native/*.h tests/native/*.cpp) \
            $(wildcard cuda/*.h cuda/*.cu cuda/*.cuh cuda/host_emulation/*)
 
-.PHONY: help venv install demo test check-kernels lint format bench build wheel gpu mutate clean
+.PHONY: help venv install demo report test check-kernels lint format bench build wheel gpu mutate clean
 help:
 	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
 
@@ -66,6 +66,10 @@ build/native/bench_kernels: $(KERNELS) $(patsubst %,build/native/%.o,csrc/cpu/pa
 check-kernels: build/native/guard_pages $(if $(filter --bench,$(ARGS)),build/native/bench_kernels)
 	build/native/guard_pages
 	$(if $(filter --bench,$(ARGS)),build/native/bench_kernels)
+
+# docs/training.md: trains all that it shows, half an hour or more, but what has results in examples/results/ already.
+report: install $(VENV)/demo.stamp
+	$(BIN)/python examples/report.py $(ARGS)
 
 # Some minutes; with ARGS=--quick a few seconds. Other peers take part where they are installed: benchmarks/peers.py names them.
 $(VENV)/bench.stamp: $(VENV)/tools.stamp

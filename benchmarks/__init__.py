@@ -13,4 +13,4 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 # Last, so that an installed rwkv6_ops comes before the source folder beside benchmarks/.
-sys.path += [str(_ROOT), str(_ROOT / "tests")]
+sys.path += [str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "examples")]

@@ -47,6 +47,11 @@ def draw_all(name: str, jobs: dict, device: str, folder: Path) -> list[Drawing]:
             ("length", "Nanoseconds a token and head, by length", lambda: by_length(points)),
             ("roofline", "Roofline", lambda: roofline(points, jobs.get(f"peaks {device}"))),
             ("memory", "Memory of a training step, by length", lambda: by_memory(memory)),
+            (
+                "profile",
+                "A model's training step by kind of operation",
+                lambda: by_group(jobs.get(f"profile {device}")),
+            ),
         ):
             if figure := draw():
                 file = f"benchmarks-{name}-{kind}.png"
@@ -152,4 +157,27 @@ def by_memory(memory: dict[str, dict]) -> plt.Figure | None:
     )
     ax.set_xscale("log", base=2)
     ax.legend()
+    return figure
+
+
+def by_group(job: dict | None) -> plt.Figure | None:
+    """A bar for each way of running a model's step, cut by kind of operation."""
+    if not job:
+        return None
+    groups = list(dict.fromkeys(row["group"] for step in job["steps"].values() for row in step["operations"]))
+    groups.sort(key=lambda group: group != "WKV operator")
+    figure, ax = plt.subplots(figsize=(10, 3), layout="constrained")
+    for y, step in enumerate(job["steps"].values()):
+        total, left = sum(row["seconds"] for row in step["operations"]), 0.0
+        for n, group in enumerate(groups):
+            share = sum(row["seconds"] for row in step["operations"] if row["group"] == group) / total
+            width = 1e3 * share * step["seconds"]
+            colour = ("#1b6ca8", "#edae49", "#8a8f98", "#3c8d5a", "#8d5a97")[n % 5]
+            ax.barh(y, width, 0.6, left=left, color=colour, edgecolor="white", label=group if y == 0 else None)
+            left += width
+        ax.text(left * 1.01, y, f"{left:.0f} ms", va="center", fontsize=10)
+    ax.set_yticks(range(len(job["steps"])), list(job["steps"]))
+    ax.invert_yaxis()
+    ax.set(xlabel="milliseconds", title="A model's training step, by kind of operation")
+    ax.legend(loc="lower right", fontsize=9)
     return figure

@@ -60,7 +60,7 @@ def _section(name: str, stored: dict, docs: Path) -> str:
         rows = [points[key] for key in (keys if any(k in points for k in keys) else quick) if key in points]
         if rows:
             lines += [f"### {title}", "", *_table(rows), ""]
-    lines += [*_memory(jobs), *_accuracy(jobs), *_left_out(points)]
+    lines += [*_memory(jobs), *_profile(jobs.get(f"profile {device}")), *_accuracy(jobs), *_left_out(points)]
     return "\n".join(lines)
 
 
@@ -130,6 +130,38 @@ def _memory(jobs: dict) -> list[str]:
 def job_tokens(key: str) -> int:
     """T of a job's key."""
     return int(re.search(r" T(\d+) ", key)[1])
+
+
+def _profile(job: dict | None) -> list[str]:
+    """The operations with the largest shares of a model's training step, by whose operator it runs."""
+    if job is None:
+        return []
+    shape = ", ".join(f"{value} {name}" for name, value in job["shape"].items())
+    lines = [
+        "### Where the time of a model step goes",
+        "",
+        f"A stack of RWKV-6 blocks (examples/rwkv6_lm.py; {shape}), trained under torch.profiler",
+        "(`python -m benchmarks.profile_model`). Shares are of the sum of all operations' own time; calls: what torch",
+        "ran, on a GPU its kernels; a step's time is without the profiler.",
+        "",
+    ]
+    head = ("", "a step", "calls", "the operator's share", "its calls", "largest others")
+    rows = []
+    for name, step in job["steps"].items():
+        total = sum(row["seconds"] for row in step["operations"])
+        own = [row for row in step["operations"] if row["group"] == "WKV operator"]
+        others = [row for row in step["operations"] if row["group"] != "WKV operator"][:3]
+        rows.append(
+            (
+                name,
+                milliseconds(step["seconds"]),
+                f"{sum(row['calls'] for row in step['operations']):,}",
+                f"{sum(row['seconds'] for row in own) / total:.0%}",
+                f"{sum(row['calls'] for row in own):,}",
+                ", ".join(f"{row['name']} {row['seconds'] / total:.0%} ({row['calls']:,})" for row in others),
+            )
+        )
+    return [*lines, _row(head), _row("---" for _ in head), *map(_row, rows), ""]
 
 
 def _accuracy(jobs: dict) -> list[str]:

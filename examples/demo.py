@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import plots
 from comparison import compare, table
 from corpus import Corpus, TextNotFoundError, load_corpus
-from recall import CHANCE, RecallSettings, train_recall
+from recall import HOLD, train_recall
 from train_text import TextCurves, TextSettings, TextTrainer, write_sample
 
 import rwkv6_ops
@@ -74,14 +74,12 @@ def main() -> int:
     print("\n2. What it writes")
     write_sample(trainer.model, corpus.validation[:128])
 
-    print(
-        f"3. Recall: name the last value seen, among noise (chance {CHANCE:.2f}); same weights and data, two gradients"
-    )
+    print(f"3. Recall: name the last value seen, among noise (chance {HOLD.chance:.2f}): equal weights, two gradients")
     ways = {"rwkv6_ops": rwkv6_ops.wkv6, plots.HF_GRADIENTS: hf_loop}
     recall = {}
     for name, wkv in ways.items():  # the loop is the slow one: it comes last and may take what is left of the time
         left = TOTAL_SECONDS - COMPARISON_SECONDS - (time.perf_counter() - begun)
-        recall[name] = train_recall(replace(RecallSettings(), seconds=max(30.0, left)), wkv, rwkv6_ops.wkv6, name)
+        recall[name] = train_recall(replace(HOLD, seconds=max(30.0, left)), wkv, rwkv6_ops.wkv6, name)
 
     print("\n4. Beside the loop: float32, one thread, least of several interleaved runs; memory beyond the inputs")
     rows = compare()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib
 from comparison import SHAPE, Row
-from recall import CHANCE, OLD, RecallRun
+from recall import HOLD, OLD, RecallRun
 from train_text import TextCurves
 
 matplotlib.use("Agg")  # a file, on machines without a display too
@@ -68,7 +68,7 @@ def _draw_loss(axes: Axes, text: TextCurves, byte_entropy: float) -> None:
 def _draw_recall(axes: Axes, curves: dict[str, list[tuple[int, float]]]) -> None:
     for (name, points), colour in zip(curves.items(), (OURS, LOOP), strict=True):
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=2.5, label=name)
-    axes.axhline(CHANCE, color=GREY, linestyle="--", label="chance")
+    axes.axhline(HOLD.chance, color=GREY, linestyle="--", label="chance")
     axes.set(ylabel="accuracy", ylim=(-0.03, 1.05))
     axes.legend(loc="center right")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The "hold" task, which only a right gradient through the state can teach.
+"""Two tasks that only a right gradient through the state can teach.
 
-A few value tokens lie among many noise tokens, and at every position the model must name the last value it saw. A value
-may be a hundred tokens old, so the state has to keep it: that is learned through the gradients of k, v and w that pass
-from token to token, or not at all. A language model's loss hardly tells: most of it comes from the last few bytes.
+The model must name a value that it saw many tokens ago, so its state has to keep it: that is learned through the
+gradients of k, v and w that pass from token to token, or not at all. A language model's loss hardly tells: most of it
+comes from the last few bytes.
 """
 
 from __future__ import annotations
@@ -19,30 +19,96 @@ from progress import Progress
 from rwkv6_lm import RWKV6, Config
 from torch import Tensor
 
-VALUES, NOISE = 32, 64  # kinds of token; values are 0 .. VALUES - 1
-VALUE_RATE = 1 / 48
 OLD = 48  # from this age on a value counts as remembered
-CHANCE = 1 / VALUES
+_UNASKED = -100  # cross_entropy's own "no target here"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A few value tokens among many noise tokens; at every position: which was the last value?"""
+
+    values: int = 32
+    noise: int = 64
+    value_rate: float = 1 / 48
+
+    @property
+    def vocab(self) -> int:
+        return self.values + self.noise
+
+    def draw(self, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, the value to name at each (or `_UNASKED`), and its age in tokens: three int64 [batch, length]."""
+        is_value = torch.rand(size, generator=generator) < self.value_rate
+        is_value[:, 0] = True
+        tokens = torch.where(
+            is_value,
+            torch.randint(self.values, size, generator=generator),
+            self.values + torch.randint(self.noise, size, generator=generator),
+        )
+        position = torch.arange(size[1])
+        last = torch.where(is_value, position, 0).cummax(dim=1).values
+        return tokens, tokens.gather(1, last), position - last
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Registers: some tokens write a value into one of them, some ask what is in one, the rest is noise."""
+
+    registers: int = 4
+    values: int = 8
+    noise: int = 32
+    write_rate: float = 4 / 48
+    query_rate: float = 0.4
+
+    @property
+    def vocab(self) -> int:
+        return self.registers * (self.values + 1) + self.noise
+
+    def draw(self, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Hold.draw`. A text begins with a write to each register."""
+        n = self.registers
+        kind, slot = torch.rand(size, generator=generator), torch.randint(n, size, generator=generator)
+        kind[:, :n], slot[:, :n] = 0, torch.arange(n)
+        value = torch.randint(self.values, size, generator=generator)
+        noise = n * (self.values + 1) + torch.randint(self.noise, size, generator=generator)
+        writes, asks = kind < self.write_rate, kind > 1 - self.query_rate
+        tokens = torch.where(writes, slot * self.values + value, torch.where(asks, n * self.values + slot, noise))
+        position = torch.arange(size[1])
+        last = [torch.where(writes & (slot == i), position, 0).cummax(dim=1).values for i in range(n)]
+        last = torch.stack(last, -1).gather(2, slot[..., None])[..., 0]
+        wanted = torch.where(asks, value.gather(1, last), _UNASKED)
+        return tokens, wanted, torch.where(asks, position - last, -1)
 
 
 @dataclass(frozen=True)
 class RecallSettings:
-    """The decay range is milder than a language model's: its slowest channels would hold a value from the start."""
+    """A task, a model and how to train it. For "hold", the decay range is milder than a language model's: its slowest
+    channels would hold a value from the start."""
 
+    task: Hold | Slots = field(default_factory=Hold)
     model: Config = field(
         default_factory=lambda: Config(
-            vocab=VALUES + NOISE, channels=64, layers=1, mix_rank=16, decay_rank=16, decay_range=(-1.0, 0.5)
+            vocab=Hold().vocab, channels=64, layers=1, mix_rank=16, decay_rank=16, decay_range=(-1.0, 0.5)
         )
     )
     batch: int = 16
     length: int = 128
     steps: int = 300
-    seconds: float = 60.0  # ends training early where the machine is slow
+    seconds: float = math.inf  # ends training early where the machine is slow
     learning_rate: float = 1e-2
     warmup: int = 30
     weight_decay: float = 0.01
     test_batches: int = 32
     seed: int = 0
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.task.values
+
+
+HOLD = RecallSettings()
+SLOTS = RecallSettings(
+    Slots(), Config(vocab=Slots().vocab, channels=64, mix_rank=16, decay_rank=16), steps=1000, learning_rate=3e-3
+)
 
 
 @dataclass
@@ -55,21 +121,6 @@ class RecallRun:
     seconds: float = 0.0
 
 
-def draw(settings: RecallSettings, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, the value to name at each, and its age in tokens: three int64 tensors [batch, length]."""
-    size = settings.batch, settings.length
-    is_value = torch.rand(size, generator=generator) < VALUE_RATE
-    is_value[:, 0] = True
-    tokens = torch.where(
-        is_value,
-        torch.randint(VALUES, size, generator=generator),
-        VALUES + torch.randint(NOISE, size, generator=generator),
-    )
-    position = torch.arange(settings.length)
-    last = torch.where(is_value, position, 0).cummax(dim=1).values
-    return tokens, tokens.gather(1, last), position - last
-
-
 def train_recall(settings: RecallSettings, wkv: Callable, test_wkv: Callable, label: str) -> RecallRun:
     """Train a new model with `wkv`, whose gradients are on trial, then test it with `test_wkv`, which is fast.
 
@@ -80,14 +131,14 @@ def train_recall(settings: RecallSettings, wkv: Callable, test_wkv: Callable, la
     data, progress, run = torch.Generator().manual_seed(s.seed), Progress(), RecallRun()
     model = RWKV6(s.model, wkv=wkv)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=s.weight_decay, fused=True)
-    begun, smooth = time.perf_counter(), CHANCE
+    begun, smooth = time.perf_counter(), s.chance
     for step in range(1, s.steps + 1):
         rate = min(1, step / s.warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / s.steps)))
         for group in optimizer.param_groups:
             group["lr"] = s.learning_rate * rate
-        tokens, wanted, age = draw(s, data)
+        tokens, wanted, age = s.task.draw((s.batch, s.length), data)
         logits, _ = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=_UNASKED)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,8 +147,7 @@ def train_recall(settings: RecallSettings, wkv: Callable, test_wkv: Callable, la
         smooth += 0.1 * (right.float().mean().item() - smooth)
         run.curve.append((step, smooth))
         run.seconds = time.perf_counter() - begun
-        line = f"{label}: step {step}/{s.steps}  accuracy at age >= {OLD}: {smooth:.3f}  {run.seconds:.0f} s"
-        progress.show(line)
+        progress.show(f"{label}: step {step}/{s.steps}  accuracy at age >= {OLD}: {smooth:.3f}  {run.seconds:.0f} s")
         if run.seconds > s.seconds:
             break
     model.wkv = test_wkv
@@ -113,9 +163,10 @@ def _test(model: RWKV6, settings: RecallSettings, run: RecallRun) -> None:
     data = torch.Generator().manual_seed(settings.seed + 1)
     right, seen = torch.zeros(settings.length), torch.zeros(settings.length)
     for _ in range(settings.test_batches):
-        tokens, wanted, age = draw(settings, data)
-        hit = model(tokens)[0].argmax(-1) == wanted
-        right += torch.bincount(age.flatten(), hit.flatten().float(), minlength=settings.length)
-        seen += torch.bincount(age.flatten(), minlength=settings.length)
+        tokens, wanted, age = settings.task.draw((settings.batch, settings.length), data)
+        asked = age >= 0
+        hit = (model(tokens)[0].argmax(-1) == wanted)[asked]
+        right += torch.bincount(age[asked], hit.float(), minlength=settings.length)
+        seen += torch.bincount(age[asked], minlength=settings.length)
     run.by_age = [(age, (right[age] / seen[age]).item()) for age in range(settings.length) if seen[age] >= 50]
     run.accuracy = (right[OLD:].sum() / seen[OLD:].sum()).item()

@@ -140,15 +140,15 @@ class TextTrainer:
         self.curves.validation.append((self.steps, nats))
         return nats
 
-    def train(self, after_step: Callable[[], None] = lambda: None) -> TextCurves:
-        """Go on until done, with one progress line; `after_step` is called after each step."""
+    def train(self, after_step: Callable[[], None] = lambda: None, until: int | None = None) -> TextCurves:
+        """Go on until done, or until there are `until` steps; one progress line. `after_step` is called after each."""
         progress, smooth = (
             Progress() if self.rank == 0 else None,
             self.curves.train[-1][1] if self.steps else math.log(self.settings.model.vocab),
         )
-        while not self.done:
+        while not (self.done or self.steps == until):
             smooth += max(0.05, 1 / (self.steps + 1)) * (self.step() - smooth)
-            if self.steps % self.settings.validate_every == 0 or self.steps == 1 or self.done:
+            if self.steps % self.settings.validate_every == 0 or self.steps in (1, until) or self.done:
                 self.validate()
             if progress:
                 progress.show(self._line(smooth))

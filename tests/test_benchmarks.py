@@ -128,3 +128,30 @@ def test_training_memory_is_what_the_formula_says():
     if measured is None:
         pytest.skip("not tested: peak memory, which this system does not tell")
     assert measured <= 1.1 * formula(point)
+
+
+def test_the_profile_of_a_model_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """With the loop most calls are the operator's, forward and backward; with ours a few of equally many others."""
+    pytest.importorskip("numpy", reason="not tested: the model, which needs numpy")
+    from benchmarks import profile_model
+
+    file = tmp_path / "machine.json"
+    arguments = "profile_model --layers 2 --channels 32 --heads 2 --tokens 24"
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), "--out", str(file), "--traces", str(tmp_path)])
+    profile_model.main()
+    steps = json.loads(file.read_text())["jobs"]["profile cpu"]["steps"]
+    calls_of = {}
+    for name, step in steps.items():
+        ours = [row for row in step["operations"] if row["group"] == "WKV operator"]
+        calls_of[name] = sum(row["calls"] for row in ours), sum(row["calls"] for row in step["operations"])
+        names = {row["name"] for row in ours}
+        assert (
+            {"BmmBackward0", "torch::autograd::CopySlices"} <= names
+            if name == "HF loop"
+            else "_EagerWKV6Backward" in names
+        )
+    (loop, loop_all), (recurrent, recurrent_all), (chunk, _) = calls_of.values()
+    assert loop > 0.6 * loop_all
+    assert recurrent == chunk < 100
+    assert abs((loop_all - loop) - (recurrent_all - recurrent)) < 0.3 * recurrent_all
+    assert len(list(tmp_path.glob("profile-*.json.gz"))) == 3
