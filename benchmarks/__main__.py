@@ -14,6 +14,7 @@ from benchmarks import results
 from benchmarks.calls import WrongResultError
 from benchmarks.jobs import jobs
 from benchmarks.machine import load, machine, machine_line
+from benchmarks.peers import PEERS
 from benchmarks.points import sweeps
 from rwkv6_ops import _native
 
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     about = machine()
     store = results.Results(options.out or results.default_path(about, options.device, options.quick), about)
     print(f"{machine_line(about)}\n{store.path}", flush=True)
-    status, wanted = 0, list(jobs(options.device, options.quick, options.sweep))
+    status, wanted = 0, list(jobs(options.device, options.quick, options.sweep, options.without))
     for n, job in enumerate(wanted, 1):
         if not options.again and store.done(job.key):
             continue
@@ -67,7 +68,8 @@ def _line(figures: dict) -> str:
 def report(options: argparse.Namespace) -> int:
     from benchmarks.report import write  # needs matplotlib
 
-    print(write(options.results, options.docs))
+    default = options.results == results.FOLDER and options.docs == results.FOLDER.parents[1] / "docs"
+    print(write(options.results, options.docs, results.FOLDER.parents[1] / "README.md" if default else None))
     return 0
 
 
@@ -77,6 +79,7 @@ def main() -> int:
     runs = commands.add_parser("run", help="measure what is not measured yet")
     runs.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     runs.add_argument("--sweep", nargs="+", choices=[*sweeps(), "memory"], help="only these")
+    runs.add_argument("--without", nargs="+", choices=[peer.name for peer in PEERS], default=(), help="peers left out")
     runs.add_argument("--quick", action="store_true", help="a few small problems, to see that all works")
     runs.add_argument("--isa", choices=_native.isas(), help="instruction set of the CPU kernels (default: the best)")
     runs.add_argument("--out", type=Path, help="file of results (default: benchmarks/results/, by processor)")

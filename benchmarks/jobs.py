@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 
 from cases import CASES, FORWARD_TOLERANCE, GRADIENT_TOLERANCE, Case, make
@@ -26,8 +26,10 @@ class Job:
     run: Callable[[], dict]
 
 
-def jobs(device: str, quick: bool, chosen: list[str] | None = None) -> Iterator[Job]:
-    """All jobs of a run on `device`, accuracy first; `chosen` names sweeps."""
+def jobs(
+    device: str, quick: bool, chosen: Collection[str] | None = None, without: Collection[str] = ()
+) -> Iterator[Job]:
+    """All jobs of a run on `device`, accuracy first; `chosen` names sweeps, `without` peers to leave out."""
     yield Job("accuracy", lambda: accuracy([c for c in CASES if _is_checked(c, quick)], device))
     yield Job(f"peaks {device}", lambda: peaks(device))
     seen = set()
@@ -35,7 +37,7 @@ def jobs(device: str, quick: bool, chosen: list[str] | None = None) -> Iterator[
         for point in points if not chosen or sweep in chosen else []:
             if point.key not in seen:
                 seen.add(point.key)
-                yield Job(point.key, lambda point=point: timings(point, quick))
+                yield Job(point.key, lambda point=point: timings(point, quick, without))
     if not chosen or "memory" in chosen:
         for T in (64,) if quick else (128, 256, 512, 1024, 4096, 16384):
             point = Point("both", 1, T, 8, device=device)
@@ -70,11 +72,13 @@ def accuracy(cases: list[Case], device: str = "cpu") -> dict:
     return {"cases": len(cases), "errors": {kind: dict(errors) for kind, errors in worst.items()}}
 
 
-def timings(point: Point, quick: bool) -> dict:
+def timings(point: Point, quick: bool, without: Collection[str] = ()) -> dict:
     """Times at a point, ours and the peers' in turn."""
-    found, left_out = calls(point, without=("loop, compiled",) if quick else ())  # minutes of compiling
+    if quick:
+        without = (*without, "loop, compiled")  # minutes of compiling
+    found, left_out = calls(point, without)
     measured = interleaved(
-        found, rounds=3 if quick else 11, budget_seconds=1 if quick else 6, sample_seconds=0.01, device=point.device
+        found, rounds=3 if quick else 9, budget_seconds=1 if quick else 3, sample_seconds=0.01, device=point.device
     )
     return {
         "point": {**asdict(point), "flop": point.flop, "bytes": point.bytes, "token_heads": point.token_heads},

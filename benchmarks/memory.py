@@ -15,7 +15,7 @@ from benchmarks.timing import peak_memory
 
 SEGMENT = 64  # tokens from one stored state to the next
 SCRATCH = 400_000  # bytes a thread, heads of 64 x 64
-LOOP_TOKENS = 1024  # beyond, a loop's graph takes gigabytes
+LOOP_TOKENS = 512  # beyond, a loop takes long and gigabytes
 
 
 def formula(point: Point) -> int:

@@ -28,23 +28,62 @@ result is not timed.
 Ours and its peers run in turn, in one process, sample by sample; the tables give the least of the samples, and ours'
 median as well. A peer's figure is its time as a multiple of ours. "HF loop" is the loop over tokens of the RWKV-6
 models that are loaded through Hugging Face; "true gradients" is the same without its `no_grad`; "compiled" is that
-through `torch.compile`, which unrolls it: compiling 64 tokens takes minutes, so it stops there. ggml is the operator
+through `torch.compile`, which unrolls it: compiling 64 tokens takes minutes, so it stops at 16. ggml is the operator
 in the wheel of pywhispercpp. Decays are of the case table's "normal" kind: log decays -exp(a normal number).
 """
 
 
-def write(results: Path, docs: Path) -> str:
-    """Write benchmarks.md and its plots to `docs`; returns a line that says what was written."""
+def write(results: Path, docs: Path, readme: Path | None = None) -> str:
+    """Write benchmarks.md and its plots to `docs`, and the first CPU's plot and table into `readme` between its marks;
+    returns a line that says what was written."""
     files = sorted(results.glob("*.json")) if results.is_dir() else [results]
     if not files:
         raise SystemExit(f"{results}: no results there; `python -m benchmarks run` makes some")
     docs.mkdir(parents=True, exist_ok=True)
-    parts = [_INTRO]
+    parts, front = [_INTRO], []
     for file in files:
         stored = json.loads(file.read_text())
         parts.append(_section(file.stem, stored, docs))
+        front = front or _front(file.stem, stored)
+    if readme and front:
+        _replace_figures(readme, front)
     (docs / "benchmarks.md").write_text("\n".join(parts))
     return f"{docs / 'benchmarks.md'}, from {', '.join(file.name for file in files)}"
+
+
+def _front(name: str, stored: dict) -> list[str]:
+    """The front page's lines: where, one plot, one table of few rows."""
+    about, jobs = stored["machine"], stored["jobs"]
+    rows = [jobs[p.key] for p in sweeps()["front"] if p.key in jobs]
+    if not rows:
+        return []
+    lines = [
+        f"{about['cpu']}, {about['cores']} virtual CPUs, {about['isa']} kernels, torch {about['torch']}; float32, one",
+        "thread, calls in turn in one process, the least time of each. Peers: their time as a multiple of ours.",
+        "",
+        f"![Nanoseconds a token and head, by length](docs/benchmarks-{name}-length.png)",
+        "",
+    ]
+    peers = ("HF loop", "loop, true gradients", "ggml")
+    lines += [_row(["", "B, T, H, D", "ours", *peers]), _row("---" for _ in range(3 + len(peers)))]
+    for row in rows:
+        p, seconds = row["point"], row["seconds"]
+        ratios = [f"{seconds[n]['min'] / seconds['ours']['min']:.2g}x" if n in seconds else "" for n in peers]
+        shape = ", ".join(str(p[n]) for n in "BTHD")
+        lines.append(_row([PASSES[p["pass_"]], shape, milliseconds(seconds["ours"]["min"]), *ratios]))
+    memory = next((job["bytes"] for key, job in jobs.items() if key.startswith("memory ") and " T512 " in key), None)
+    if memory:
+        ratios = [f"{memory[n] / memory['ours']:.2g}x" if memory.get(n) else "" for n in peers]
+        shape = "1, 512, 8, 64"
+        lines.append(_row(["memory of training, beyond the inputs", shape, f"{memory['ours'] / 1e6:.1f} MB", *ratios]))
+    return lines
+
+
+def _replace_figures(readme: Path, lines: list[str]) -> None:
+    begin, end = "<!-- figures: written by python -m benchmarks report -->", "<!-- end of figures -->"
+    text = readme.read_text()
+    before, after = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    readme.write_text("\n".join([before, "", *lines, "", after]))
 
 
 def _section(name: str, stored: dict, docs: Path) -> str:

@@ -25,14 +25,18 @@ class Results:
 
     def __init__(self, path: Path, about: dict) -> None:
         self.path = path
-        stored = json.loads(path.read_text()) if path.exists() else {}
-        self.about, self.jobs = about, stored.get("jobs", {})
+        self.about = about
+        self.jobs = self._stored()
+
+    def _stored(self) -> dict:
+        return json.loads(self.path.read_text())["jobs"] if self.path.exists() else {}
 
     def done(self, key: str) -> bool:
         """Whether the job has results of these very kernels."""
         return self.jobs.get(key, {}).get("build") == self.about["build"]
 
     def add(self, key: str, figures: dict, load: float | None) -> None:
+        self.jobs = self._stored()  # another run may have added to it
         self.jobs[key] = {"build": self.about["build"], "load": load, **figures}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"machine": self.about, "jobs": self.jobs}, indent=1) + "\n"
