@@ -168,7 +168,9 @@ def weights(lines: list[Line], first: int, last: int, warps: int) -> list[float]
         raw = names["MUFU"] >= 8 and names["FSEL"] >= 8
         of_one_warp = names["HMMA"] or (names["LDS"] >= 4 and names["FADD"] >= 4)
         floats = names["LDS"] >= 8 and not of_one_warp
-        if inner_loop or half or raw or floats or names["STG"] >= 16 or names["LDG"]:
+        by_elements = inner_loop or names["STG"] >= 16 or names["LDG"]
+        by_vectors = any(x.mnemonic.startswith(("LDGSTS", "STG.E.64")) for x in region)
+        if half or raw or floats or (by_elements and not by_vectors):
             share = 0.0
         elif of_one_warp:
             share = 1 / warps

@@ -67,7 +67,7 @@ def wkv6(
         everything else runs token by token.
     precision : {"default", "fast", "exact"}
         Operands of CUDA's chunk kernels: 8 significant bits with "fast" (an error of 3e-3 of the result), 16 with
-        "exact" (7e-6). "default" is "exact" where r, k or v is float32, and else 11 bits, 3e-4, a fifth of what
+        "exact" (7e-6). "default" is "exact" where r, k or v is float32, and else 11 bits, 4e-4, a quarter of what
         rounding to bfloat16 does. Sums and states are float32 throughout. Everything else is exact to float32
         rounding whatever the precision.
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from cases import BY_NAME, CASES, Case, make
@@ -80,3 +84,72 @@ def test_what_is_not_finite_stays_where_the_recurrence_puts_it(precision: str, n
     want_o, want_state = call(reference.wkv6, in_float64(p), inputs(in_float64(p)))
     assert torch.equal(o.isfinite(), want_o.isfinite())
     assert torch.equal(state.isfinite(), want_state.isfinite())
+
+
+# ---- What the emulated device counts ----
+
+SHORT, FLOAT = "bf16 bf16 bf16 bf16 f32", "f32 f32 f32 f32 f32"
+INSTANCES = [
+    (K, dtypes, precision)
+    for K in SIZES
+    for dtypes, precision in ((SHORT, "fast"), (SHORT, "default"), (FLOAT, "exact"))
+]
+
+
+@pytest.fixture
+def forward(emulated_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """Runs one forward pass with checkpoints and returns the problem, its final state and the kernel's counters."""
+    library = ctypes.CDLL(str(emulated_cuda))
+    library.wkv6_emulation_counter.restype = library.wkv6_emulation_set.restype = ctypes.c_int64
+    library.wkv6_emulation_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    monkeypatch.setitem(_ops.CHUNK_CHECKPOINT, "cpu", 128)
+    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.CHUNK)
+    before = {}
+
+    def run(K: int, dtypes: str, precision: str, **settings: int):
+        for name, value in settings.items():
+            before.setdefault(name, library.wkv6_emulation_set(name.encode(), value))
+        p = make(Case("counted", T=256, H=2, K=K, V=K, dtypes=dtypes, initial_state=False))
+        library.wkv6_emulation_reset()
+        leaves = [x.requires_grad_() for x in inputs(p)]
+        _, state = call(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p, leaves)
+        return p, state, lambda name: library.wkv6_emulation_counter(b"wkv6_forward_chunk", name.encode())
+
+    _native.use_cuda_emulation(emulated_cuda)
+    yield run
+    _native.use_cuda_emulation(None)
+    for name, value in before.items():
+        library.wkv6_emulation_set(name.encode(), value)
+
+
+@pytest.mark.parametrize(("K", "dtypes", "precision"), INSTANCES)
+def test_forward_moves_each_input_output_and_checkpoint_once(K: int, dtypes: str, precision: str, forward: Callable):
+    p, state, counter = forward(K, dtypes, precision)
+    checkpoints = 2 * (256 // 128 - 1) * K * K * 4
+    tensors = (p.r, p.k, p.v, p.w, p.v, state)
+    least = sum(x.numel() * x.element_size() for x in tensors) + checkpoints
+    moved = counter("global_read") + counter("global_written")
+    assert moved <= 1.01 * least, f"{moved / least:.3f} times the least"
+
+
+@pytest.mark.parametrize(("K", "dtypes", "precision"), INSTANCES)
+def test_shared_memory_has_one_bank_conflict_a_chunk(K: int, dtypes: str, precision: str, forward: Callable):
+    """Two rows of eight meet where the diagonal of A is written, once for each part of an operand."""
+    *_, counter = forward(K, dtypes, precision, count_banks=1)
+    parts = 2 if precision == "exact" else 1
+    assert counter("shared_reads") > 0
+    assert counter("bank_conflicts") <= counter("blocks") * (256 // 16) * parts
+
+
+@pytest.mark.parametrize(("dtypes", "precision"), [(SHORT, "fast"), (SHORT, "default"), (FLOAT, "exact")])
+def test_four_blocks_share_a_multiprocessor_and_fetch_ahead(dtypes: str, precision: str, forward: Callable):
+    """In a quarter of the 227 KB of sm_90: two barriers a chunk, where a block that cannot fetch ahead needs three."""
+    *_, counter = forward(64, dtypes, precision, shared_bytes=227 * 1024 // 4 - 1024)
+    assert counter("barriers") == counter("blocks") * (2 * 256 // 16 + 1)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_results_do_not_depend_on_the_order_of_threads(order: int, forward: Callable):
+    _, want, _ = forward(64, SHORT, "default")
+    _, got, _ = forward(64, SHORT, "default", order=order)
+    assert torch.equal(got, want)

@@ -64,6 +64,48 @@ EDITS = (
     ("recurrent_state.cuh", "first_column + c < b.width)", "c < b.width)", "columns beyond V are stored"),
     ("recurrent_state.cuh", "row + i, 0)", "i, 0)", "the sums of every slice go to the first rows"),
     ("recurrent_state.cuh", "scale * x;", "x;", "the scale is left out"),
+    ("chunk_common.cuh", "4 * j + at.p, at.g)", "4 * j + at.p, at.g ^ 1)", "tf32 rows of another token"),
+    ("chunk_common.cuh", "k8 = at.high ? k4 : k4 * cousin;", "k8 = k4 * cousin;", "a decay too many in level 8"),
+    ("chunk_common.cuh", "r4 = at.odd ? sibling : 1.f;", "r4 = at.odd ? 1.f : sibling;", "roles of level 4 exchanged"),
+    (
+        "chunk_common.cuh",
+        "at.p * 2 + j < left ? y : 0.f",
+        "at.p * 2 + j < left ? y : y",
+        "a tail of raw decays forgets",
+    ),
+    ("chunk_common.cuh", "t <= row) d", "t < row) d", "the diagonal left out where v is not finite"),
+    (
+        "chunk_stage.cuh",
+        "const bool exists = t < count;",
+        "const bool exists = t <= count;",
+        "a row beyond the sequence",
+    ),
+    ("chunk_stage.cuh", "at.odd * 8 + at.high * 4", "at.high * 8 + at.odd * 4", "columns of a row exchanged"),
+    (
+        "chunk_stage.cuh",
+        "exists ? load_global(reinterpret_cast<const float",
+        "true ? load_global(reinterpret_cast<const float",
+        "floats beyond the sequence",
+    ),
+    ("chunk_forward.cuh", "at.g < 6);", "at.g < 5);", "r_t . k_{t-1} of the second half is not written"),
+    (
+        "chunk_forward.cuh",
+        "const float other = f[i ^ 2].all;",
+        "const float other = f[i].all;",
+        "the wrong half's decay",
+    ),
+    ("chunk_forward.cuh", "g >= 4 && p < 2", "g >= 4", "level 4 writes over others"),
+    ("chunk_forward.cuh", "half * 8 < left, out", "half * 8 <= left, out", "a row beyond the sequence is stored"),
+    (
+        "chunk_forward.cuh",
+        "until_checkpoint = p.segment;\n      }",
+        "until_checkpoint = p.segment + 16;\n      }",
+        "checkpoints drift",
+    ),
+    ("chunk_forward.cuh", "saved += a.span_segments - 1;", "saved += a.span_segments;", "a span's state one place on"),
+    ("chunk_forward.cuh", "slot + 1 == a.slots ? 0", "slot == a.slots ? 0", "a stage too many"),
+    ("chunk_scan.cuh", "(s.length - 1) / a.span", "s.length / a.span", "a span too many"),
+    ("launch_chunk.cu", "while (a.slots > 1 &&", "a.stage_bytes -= 16;\n  while (a.slots > 1 &&", "stages overlap"),
     ("launch.cu", "q.flags ^= WKV6_REVERSE;", "", "dv from the wrong end"),
     (
         "launch.cu",
@@ -80,7 +122,7 @@ def mutants() -> list[tuple[str, str, str]]:
     for name in KERNELS:
         lines = (CUDA / name).read_text().splitlines(keepends=True)
         for i, line in enumerate(lines):
-            call = re.search(r"(\w*_barrier|copy_async_wait|copy_async_commit)(<\w+>)?\(\w*\);", line)
+            call = re.search(r"(\w*_barrier|copy_async_wait\w*|copy_async_commit)(<\w+>)?\(\w*\);", line)
             if call:
                 text = "".join((*lines[:i], line.replace(call.group(), "(void)0;"), *lines[i + 1 :]))
                 found.append((f"{name}:{i + 1}: without {call.group(1)}", name, text))
