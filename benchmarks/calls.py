@@ -54,7 +54,7 @@ def calls(point: Point, without: Collection[str] = ()) -> tuple[Calls, dict[str,
         _refuse_another_operator(peer.name, point, result(), inputs)
         found[peer.name] = call
     if point.threads > 1:
-        found["ours, 1 thread"] = _with_threads(1, found["ours"])
+        found["ours, 1 thread"] = _with_threads(1, _call(point, rwkv6_ops.wkv6, inputs))
     return found, left_out
 
 

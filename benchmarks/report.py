@@ -68,15 +68,19 @@ def _front(name: str, stored: dict) -> list[str]:
     lines += [_row(["", "B, T, H, D", "ours", *peers]), _row("---" for _ in range(3 + len(peers)))]
     for row in rows:
         p, seconds = row["point"], row["seconds"]
-        ratios = [f"{seconds[n]['min'] / seconds['ours']['min']:.2g}x" if n in seconds else "" for n in peers]
+        ratios = [_times(seconds[n]["min"] / seconds["ours"]["min"]) if n in seconds else "" for n in peers]
         shape = ", ".join(str(p[n]) for n in "BTHD")
         lines.append(_row([PASSES[p["pass_"]], shape, milliseconds(seconds["ours"]["min"]), *ratios]))
     memory = next((job["bytes"] for key, job in jobs.items() if key.startswith("memory ") and " T512 " in key), None)
     if memory:
-        ratios = [f"{memory[n] / memory['ours']:.2g}x" if memory.get(n) else "" for n in peers]
+        ratios = [f"{memory[n] / memory['ours']:.0f}x" if memory.get(n) else "" for n in peers]
         shape = "1, 512, 8, 64"
         lines.append(_row(["memory of training, beyond the inputs", shape, f"{memory['ours'] / 1e6:.1f} MB", *ratios]))
     return lines
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
 
 
 def _replace_figures(readme: Path, lines: list[str]) -> None:

@@ -79,7 +79,7 @@ def _recall(docs: Path, hold: dict, slots: dict) -> list[str]:
         "written now and then;",
         "name what is in one when asked. Both need a value kept over many tokens, and that is learned through the",
         "gradients of k, v and w from token to token. The loop that Hugging Face's models run has its state detached:",
-        "trained with its gradients, from equal weights on equal data, a model never learns to keep anything.",
+        "trained so, from equal weights on equal data, a model stays at chance in hold, and near it in slots.",
         "",
         "![Accuracy by age of the value, and while training](training-recall.png)",
         "",
