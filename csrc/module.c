@@ -113,7 +113,7 @@ static const argument step_arguments[] = {
     {"w", "BTHK", MEMBER(w), PLAIN},
     {"u", "HK", MEMBER(u), PLAIN},
     {"state", "NHKV", MEMBER(final_state), WRITTEN},
-    {"o", "BTHV", MEMBER(o), WRITTEN},
+    {"out", "BTHV", MEMBER(o), WRITTEN},
 };
 
 static const argument state_arguments[] = {
@@ -236,7 +236,7 @@ static int read_tensor(call *c, const argument *a, PyObject *object) {
     PyErr_Format(PyExc_ValueError, "%s: expected a contiguous tensor", a->name);
     return -1;
   }
-  if ((a->is & WRITTEN) && repeated) {
+  if ((a->is & WRITTEN) && repeated && stride) {
     PyErr_Format(PyExc_ValueError, "%s: an expanded tensor, expected one with memory for each element", a->name);
     return -1;
   }
@@ -278,6 +278,32 @@ static void refuse_cu_seqlens(const wkv6_problem *p) {
                (long long)p->T);
 }
 
+/* Sets the exception for what wkv6_check() or wkv6_check_step() found. */
+static void refuse(const wkv6_problem *p, wkv6_status status, const char *culprit) {
+  char sizes[160];
+  switch (status) {
+  case WKV6_E_DTYPE:
+    PyErr_Format(
+        PyExc_TypeError, "%s: dtype does not go with the others': all tensors are float64, or none is", culprit);
+    return;
+  case WKV6_E_ALIGNMENT:
+    PyErr_Format(PyExc_ValueError,
+                 "%s: at an address that its elements cannot have, expected an aligned one (clone it)",
+                 culprit);
+    return;
+  case WKV6_E_OVERLAP:
+    PyErr_Format(PyExc_ValueError,
+                 "%s: in the memory of state, expected memory of its own: the step overwrites the state",
+                 culprit);
+    return;
+  case WKV6_E_SIZE:
+    write_tuple(sizes, sizeof sizes, (const int64_t[]){p->B, p->T, p->H, p->K, p->V}, 5);
+    PyErr_Format(PyExc_ValueError, "%s: sizes B, T, H, K, V = %s, expected a product below 2^62", culprit, sizes);
+    return;
+  default: refuse_cu_seqlens(p);
+  }
+}
+
 /* Reads (tensors in the table's order, cu_seqlens, scale, flags, segment) into c->problem and checks it all. */
 static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObject *const *args, Py_ssize_t count) {
   if (count != tensors + 4) {
@@ -295,8 +321,8 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
   p->flags = (uint32_t)PyLong_AsLong(args[tensors + 2]);
   p->segment = PyLong_AsLongLong(args[tensors + 3]);
   if (PyErr_Occurred()) return -1;
-  if (p->segment < 1) {
-    PyErr_Format(PyExc_ValueError, "segment: %lld, expected at least 1", (long long)p->segment);
+  if (p->segment < 1 || p->segment > INT32_MAX) {
+    PyErr_Format(PyExc_ValueError, "segment: %lld, expected 1 to %d", (long long)p->segment, INT32_MAX);
     return -1;
   }
   for (Py_ssize_t i = 0; i < tensors; i++) {
@@ -308,14 +334,11 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
     return -1;
   }
   const char *culprit = "";
-  switch (wkv6_check(p, c->device.type == DL_CPU, &culprit)) {
-  case WKV6_OK: return 0;
-  case WKV6_E_DTYPE:
-    PyErr_Format(
-        PyExc_TypeError, "%s: dtype does not go with the others': all tensors are float64, or none is", culprit);
-    return -1;
-  default: refuse_cu_seqlens(p); return -1;
-  }
+  wkv6_status status = wkv6_check(p, c->device.type == DL_CPU, &culprit);
+  if (status == WKV6_OK && c->one_token) status = wkv6_check_step(p, &culprit);
+  if (status == WKV6_OK) return 0;
+  refuse(p, status, culprit);
+  return -1;
 }
 
 /* ---- Entry points ---- */

@@ -34,7 +34,9 @@ typedef enum wkv6_status {
   WKV6_E_CU_SEQLENS, /* does not start at 0, decreases, or does not end at T */
   WKV6_E_MEMORY,     /* no memory for scratch */
   WKV6_E_DEVICE,     /* the device's runtime reported an error */
-  WKV6_E_SIZE,       /* K or V beyond what the device's kernels take */
+  WKV6_E_SIZE,       /* K or V beyond what the device's kernels take, or sizes whose products leave 64 bits */
+  WKV6_E_ALIGNMENT,  /* an address that is no multiple of its element's size */
+  WKV6_E_OVERLAP,    /* an argument of a step in the memory of the state */
 } wkv6_status;
 
 /* A strided view. The dimensions are those of the shape noted beside each member of wkv6_problem. */
@@ -102,9 +104,13 @@ static inline int64_t wkv6_checkpoint(const wkv6_problem *p, int64_t first, int6
 /* True where the kernels compute in double: all tensors are float64. */
 static inline int wkv6_is_double(const wkv6_problem *p) { return p->k.dtype == WKV6_F64; }
 
-/* What the kernels rely on beyond shapes: dtypes, and cu_seqlens where the host can read it (`host_cu_seqlens`).
- * `culprit` receives the name of the argument at fault. */
+/* What the kernels rely on beyond shapes: sizes, dtypes, alignment, and cu_seqlens where the host can read it
+ * (`host_cu_seqlens`). `culprit` receives the name of the argument at fault. */
 wkv6_status wkv6_check(const wkv6_problem *p, int host_cu_seqlens, const char **culprit);
+
+/* What a step relies on besides: no other argument lies in the state, which is overwritten while they are read. Of two
+ * tensors with gaps between their elements this is not seen: they may share nothing. */
+wkv6_status wkv6_check_step(const wkv6_problem *p, const char **culprit);
 
 #ifdef __cplusplus
 }

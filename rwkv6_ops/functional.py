@@ -453,7 +453,8 @@ def wkv6_step_(
     u : Tensor [H, K]
         Bonus of the present token.
     state : Tensor [B, H, K, V], float32 (float64 with float64 inputs)
-        Read, then overwritten with the state after this token. Any strides whose elements do not overlap.
+        Read, then overwritten with the state after this token. Any strides whose elements do not overlap. No other
+        argument may lie in its memory: refused, except between tensors with gaps between their elements.
     scale, decay
         As in `wkv6`.
     out : Tensor shaped like v, optional
@@ -474,12 +475,15 @@ def wkv6_step_(
     if decay not in _DECAYS:
         _check.choice("decay", decay, _DECAYS)
     arguments = (r, k, v, w, u, state, scale, decay == "raw", out)
+    refusal = None
     if _ops.is_plain(r, k, v, w, u, state, out):
         if _ops.needs_gradient(r, k, v, w, u, state, out):
             raise RuntimeError("wkv6_step_: has no gradient; use wkv6, or call it under torch.no_grad()")
         try:
             return _ops.wkv6_step_eager_(*arguments)
-        except _ops.REFUSALS:
-            pass
+        except _ops.REFUSALS as error:
+            refusal = error
     _check.step(r, k, v, w, u, state, scale, out)
+    if isinstance(refusal, ValueError):  # about `out`, which the operator does not know
+        raise refusal
     return _ops.wkv6_step_dispatched_(*arguments)

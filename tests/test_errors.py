@@ -225,6 +225,52 @@ def test_a_state_that_overlaps_itself_is_refused():
         rwkv6_ops.wkv6_step_(**STEP | {"state": STATE[:1].expand(2, 4, 16, 24)})
 
 
+def test_an_expanded_output_is_refused_and_the_state_untouched():
+    wrong = {"out": V[:1, 0].expand(2, 4, 24)}
+    message = "out: an expanded tensor, expected one with memory for each element"
+    refused(rwkv6_ops.wkv6_step_, STEP | wrong | {"r": R[:, 0] + 1, "k": R[:, 0] + 1}, ValueError, message)
+    assert not STATE.any()
+
+
+OWN = "expected memory of its own: the step overwrites the state"
+
+
+@pytest.mark.parametrize("name", ["r", "k", "v", "w", "u", "out"])
+@pytest.mark.parametrize("place", ["first", "last", "every second", "a layer's first"])
+def test_an_argument_of_the_step_inside_the_state_is_refused(name: str, place: str):
+    """Read or written while the state changes, it would be wrong, and another way round with other kernels."""
+    cache = torch.zeros(2, 4, 16, 24, 3)
+    state = cache[..., 1] if "layer" in place else torch.zeros(2, 4, 16, 24)
+    shape = {"v": (2, 4, 24), "out": (2, 4, 24), "u": (4, 16)}.get(name, (2, 4, 16))
+    size = torch.Size(shape).numel()
+    flat = cache.flatten()[1:] if "layer" in place else state.flatten()
+    x = {
+        "first": flat[:size],
+        "last": flat[-size:],
+        "every second": flat[4 : 4 + 2 * size : 2],
+        "a layer's first": flat[:size],
+    }[place].view(shape)
+    refused(
+        rwkv6_ops.wkv6_step_, STEP | {"state": state, name: x}, ValueError, f"{name}: in the memory of state, {OWN}"
+    )
+
+
+def test_the_state_may_lie_beside_the_other_arguments():
+    """One buffer a batch row, as a cache has it: the ranges of addresses cross, the elements do not."""
+    cache = torch.zeros(2, 4 * 16 * 24 + 4 * 24)
+    state, out = cache[:, : 4 * 16 * 24].view(2, 4, 16, 24), cache[:, 4 * 16 * 24 :].view(2, 4, 24)
+    ones = {name: torch.ones_like(x) for name, x in STEP.items() if name != "state"}
+    rwkv6_ops.wkv6_step_(**ones, state=state, out=out)
+    assert (state == 1).all()
+    assert (out == 16).all()
+
+
+def test_the_output_of_a_step_may_take_the_place_of_v():
+    ones = {name: torch.ones_like(x) for name, x in STEP.items()}
+    assert rwkv6_ops.wkv6_step_(**ones, out=ones["v"]) is ones["v"]
+    assert (ones["v"] == 32).all()
+
+
 # ---- Hugging Face's call ----
 
 WIDE, FIRST, LAYER = torch.zeros(2, 8, 64), torch.zeros(4, 16), torch.zeros(2, 4, 16, 16)
@@ -286,3 +332,23 @@ def test_a_lazy_minus_sign_is_seen():
     got, _ = rwkv6_ops.wkv6(**ones | {"r": minus, "w": -ones["w"]})
     want, _ = rwkv6_ops.wkv6(**ones | {"r": minus.resolve_neg(), "w": -ones["w"]})
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["r", "k", "v", "w", "u", "initial_state"])
+def test_a_tensor_that_starts_between_two_elements_is_refused(name: str):
+    """From a buffer at any byte: vector instructions, and C itself, want multiples of the element's size."""
+    x = {**GOOD, "initial_state": STATE}[name]
+    crooked = torch.frombuffer(bytearray(4 * x.numel() + 1), dtype=x.dtype, offset=1).view(x.shape)
+    message = f"{name}: at an address that its elements cannot have, expected an aligned one (clone it)"
+    refused(rwkv6_ops.wkv6, GOOD | {name: crooked}, ValueError, message)
+
+
+@pytest.mark.parametrize(("K", "V"), [(2**41, 2**20), (2**44 - 64, 2**18 - 64), (2**55, 1)])
+def test_sizes_that_no_memory_holds_are_refused(K: int, V: int):
+    """Expanded tensors take no memory however large they are; the kernels' scratch would, and its size has 64 bits."""
+    keys, values = torch.zeros(1).expand(1, 2, 1, K), torch.zeros(1).expand(1, 2, 1, V)
+    with pytest.raises((ValueError, MemoryError)) as error:
+        rwkv6_ops.wkv6(keys, keys, values, keys, torch.zeros(1).expand(1, K))
+    if isinstance(error.value, ValueError):
+        sizes = f"(1, 2, 1, {K}, {V})"
+        assert str(error.value) == f"r: sizes B, T, H, K, V = {sizes}, expected a product below 2^62"
