@@ -185,7 +185,11 @@ template <typename real, int TILE> struct backward_block {
           return fma(sum_of(j, 3 * rows), u * r[j * rows], sum_of(j, rows + row));
         });
       else if (kind == 2)
-        store_channel(p.grad_w, t, count, row, [&](int j) { return to_grad_w[j * rows] * sum_of(j, 2 * rows + row); });
+        /* Through a factor of exactly 0 passes nothing, not even NaN. */
+        store_channel(p.grad_w, t, count, row, [&](int j) {
+          const real factor = to_grad_w[j * rows];
+          return factor == 0 ? real(0) : factor * sum_of(j, 2 * rows + row);
+        });
       else
         add_grad_u(row, count, r, k);
     }

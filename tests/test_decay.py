@@ -62,6 +62,16 @@ def test_a_raw_decay_that_overflows_forgets_everything_and_gets_gradient_zero(x:
     assert torch.equal(got.gradients["w"][:, 3::5, :, ::2], torch.zeros(1, 4, 2, 8))
 
 
+def test_the_gradient_of_an_overflowed_raw_decay_is_zero_beside_nan(isa: str):
+    """Nothing passes a decay of exactly 0: its gradient is 0 whatever it would have been multiplied by."""
+    problem = make(Case("overflow beside NaN", T=19, H=1, raw=True))
+    problem.w[0, 3] = INF
+    problem.r[0, 5] = NAN
+    got = answer(rwkv6_ops.wkv6, problem)
+    assert (got.gradients["w"][0, 3] == 0).all()
+    assert got.gradients["w"][0, 4].isnan().all()
+
+
 def test_a_log_decay_of_minus_infinity_gets_gradient_zero(isa: str):
     problem = make(Case("forget", T=20, K=16, V=16))
     problem.w[:, 3::5, :, ::2] = -INF

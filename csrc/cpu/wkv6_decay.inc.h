@@ -35,7 +35,8 @@ static void decay_row(real *w, real *d, real *rest, int64_t width, int raw) {
   }
 }
 
-/* dx = dw * w where w = -exp(x), and 0 where exp(x) overflowed and nothing is left of the state. */
+/* dx = dw * w where w = -exp(x), and 0 where exp(x) overflowed and nothing is left of the state, whatever that was.
+ * exp_lanes() of floats stops at 2.4e38, so it is not infinity alone that tells. */
 INLINE lanes gradient_of_raw(lanes grad_w, lanes w) {
-  return choose(w == broadcast(-(real)INFINITY), broadcast(0), grad_w * w);
+  return choose(w < broadcast((real)-1e38), broadcast(0), grad_w * w);
 }
