@@ -14,11 +14,17 @@ from pathlib import Path
 import cases
 import pytest
 import torch
+from hypothesis import settings
 
 from rwkv6_ops import _native, _ops
 
 # torch.compile keeps graphs on disk and does not notice when a custom operator behind them has changed.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
+# How many problems the property tests draw: the same ones every time, or new ones for `make fuzz`.
+settings.register_profile("default", max_examples=300, deadline=None, derandomize=True, database=None)
+settings.register_profile("fuzz", max_examples=10_000, deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("default")
 
 _DEVICES = ("cuda-emulated", "cuda") if torch.cuda.is_available() else ("cuda-emulated",)
 
