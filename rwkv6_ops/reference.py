@@ -63,6 +63,11 @@ def wkv6(
         In the dtype of `v`.
     final_state : Tensor [N, H, K, V] or None
         In the dtype of the computation: float64 if any input is float64, else float32.
+
+    Raises
+    ------
+    ValueError
+        `decay` is neither "log" nor "raw". Shapes and dtypes are not checked: torch's own errors come through.
     """
     inputs = [x for x in (r, k, v, w, u, initial_state) if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
