@@ -108,7 +108,7 @@ class Storm:
         """By way of the dispatcher, and with checkpoints of another length."""
         p = PROBLEMS[0]
         leaf = p.r.detach().requires_grad_()
-        options = (1.0, False, False, True, "auto", chance.choice([1, 7, 64, 1000]))
+        options = (1.0, False, False, True, "auto", "default", chance.choice([1, 7, 64, 1000]))
         o = torch.ops.rwkv6_ops.wkv6_forward(leaf, p.k, p.v, p.w, p.u, None, None, *options)[0]
         return bool(torch.autograd.grad(o.sum(), leaf)[0].isfinite().all())
 

@@ -36,15 +36,15 @@ RIGHT = {
     "forward": lambda: rwkv6_ops.wkv6(R, R, R, W, U, output_final_state=True),
     "sequences": lambda: rwkv6_ops.wkv6(R, R, R, W, U, cu_seqlens=CUTS),
     "step": lambda: rwkv6_ops.wkv6_step_(TOKEN, TOKEN, TOKEN, TOKEN, U, STATE),
-    "native forward": lambda: _native.forward(R, R, R, W, U, STATE, OUT, None, CHECKPOINTS, None, 1.0, 0, 1),
+    "native forward": lambda: _native.forward(R, R, R, W, U, STATE, OUT, None, CHECKPOINTS, None, None, 1.0, 0, 1),
     "native backward": lambda: _native.backward(
-        *(R, R, R, W, U, STATE, CHECKPOINTS, R, None, *GRADS, PARTS, None, 1.0, 0, 1)
+        *(R, R, R, W, U, STATE, CHECKPOINTS, R, None, *GRADS, PARTS, None, None, None, 1.0, 0, 1)
     ),
     "names": lambda: (_native.isas(), _native.isas_built(), _native.isa(), _native.use_isa(_native.isa())),
 }
 
 # One for every place in module.c where a call is refused. The first thing wrong is what is named.
-_GOOD = [R, R, R, W, U, None, OUT, None, None, None, 1.0, 0, 1]
+_GOOD = [R, R, R, W, U, None, OUT, None, None, None, None, 1.0, 0, 1]
 _STEP = [R[:, :1], R[:, :1], R[:, :1], W[:, :1], U, STATE, OUT[:, :1], None, 1.0, 0, 1]
 
 
@@ -56,11 +56,11 @@ CROOKED = torch.frombuffer(bytearray(4 * R.numel() + 1), dtype=torch.float32, of
 WRONG = {
     "no tensor": (_native.forward, _with(_GOOD, 0, 1.5)),
     "too few": (_native.forward, _GOOD[:5]),
-    "scale": (_native.forward, _with(_GOOD, 10, "1")),
-    "large scale": (_native.forward, _with(_GOOD, 10, 10**400)),
-    "flags": (_native.forward, _with(_GOOD, 11, "1")),
-    "segment": (_native.forward, _with(_GOOD, 12, 0)),
-    "large segment": (_native.forward, _with(_GOOD, 12, 2**31)),
+    "scale": (_native.forward, _with(_GOOD, 11, "1")),
+    "large scale": (_native.forward, _with(_GOOD, 11, 10**400)),
+    "flags": (_native.forward, _with(_GOOD, 12, "1")),
+    "segment": (_native.forward, _with(_GOOD, 13, 0)),
+    "large segment": (_native.forward, _with(_GOOD, 13, 2**31)),
     "dimensions": (_native.forward, _with(_GOOD, 0, R[0])),
     "shape": (_native.forward, _with(_GOOD, 2, R[:, :2])),
     "dtype": (_native.forward, _with(_GOOD, 1, R.long())),
@@ -74,8 +74,8 @@ WRONG = {
     ),
     "expanded output": (_native.forward, _with(_GOOD, 6, OUT[:, :1].expand(1, 3, H, D))),
     "checkpoints": (_native.forward, _with(_GOOD, 8, CHECKPOINTS.transpose(2, 3))),
-    "offsets": (_native.forward, _with(_GOOD, 9, torch.tensor([0, 2]))),
-    "offsets' dtype": (_native.forward, _with(_GOOD, 9, CUTS.int())),
+    "offsets": (_native.forward, _with(_GOOD, 10, torch.tensor([0, 2]))),
+    "offsets' dtype": (_native.forward, _with(_GOOD, 10, CUTS.int())),
     "tokens": (_native.step, [R, R, R, W, *_STEP[4:6], OUT, *_STEP[7:]]),
     "state's dtype": (_native.step, _with(_STEP, 5, STATE.bfloat16())),
     "out's dtype": (_native.step, _with(_STEP, 6, OUT[:, :1].bfloat16())),

@@ -122,7 +122,7 @@ def operator(drawn: Drawn) -> Callable:
     """A function called as the reference loop is, which goes the drawn way."""
 
     def through_torch_ops(r, k, v, w, u, *, initial_state, cu_seqlens, scale, reverse, decay, output_final_state):
-        options = (scale, output_final_state, reverse, decay == "raw", drawn.algorithm, drawn.checkpoint)
+        options = (scale, output_final_state, reverse, decay == "raw", drawn.algorithm, "default", drawn.checkpoint)
         return _ops._forward_op(r, k, v, w, u, initial_state, cu_seqlens, *options)[:2]
 
     def head_first(r, k, v, w, u, *, decay, **options):

@@ -123,22 +123,34 @@ def calls(chance: random.Random, p: dict) -> tuple[object, list[object]]:
     kind = chance.randrange(6)
     if kind == 0:
         outputs = [tensor(chance, p["values"]), chance.choice([None, new[5]]), chance.choice([None, checkpoints])]
-        return _native.forward, [*tensors, state, *outputs, p["cu_seqlens"], scale, flags, segment]
+        return _native.forward, [*tensors, state, *outputs, None, p["cu_seqlens"], scale, flags, segment]
     if kind == 1:
         grads = [chance.choice([None, x]) for x in (tensor(chance, p["values"]), p["state"], *new)]
         parts = None if grads[6] is None else torch.zeros(N, H, K)
-        return _native.backward, [*tensors, state, checkpoints, *grads, parts, p["cu_seqlens"], scale, flags, segment]
+        return _native.backward, [
+            *tensors,
+            state,
+            checkpoints,
+            *grads,
+            parts,
+            None,
+            None,
+            p["cu_seqlens"],
+            scale,
+            flags,
+            segment,
+        ]
     if kind == 2:
         token = [x[:, 0] if x.dim() == 4 and x.shape[1] else x for x in tensors[:4]]
         out = torch.empty(B, H, V)
         return _native.step, [*token, p["u"], p["state"], out, None, scale, flags & 2, 1]
     if kind == 3:
         options = (chance.random() < 0.5, False, chance.random() < 0.5, chance.choice(["auto", "chunk", "none"]))
-        return _ops._forward_op, [*tensors, state, p["cu_seqlens"], scale, *options, segment]
+        return _ops._forward_op, [*tensors, state, p["cu_seqlens"], scale, *options, "default", segment]
     if kind == 4:
         wanted = [chance.random() < 0.5 for _ in range(6)]
         grads = [chance.choice([None, tensor(chance, p["values"])]), chance.choice([None, p["state"]])]
-        options = (scale, False, chance.random() < 0.5, "auto", segment, wanted)
+        options = (scale, False, chance.random() < 0.5, "auto", "default", segment, wanted)
         return _ops._backward_op, [*tensors, state, p["cu_seqlens"], checkpoints, *grads, *options]
     return lambda *x: rwkv6_ops.wkv6(*x[:5], initial_state=x[5], cu_seqlens=x[6], output_final_state=True), [
         *tensors, state, p["cu_seqlens"]
