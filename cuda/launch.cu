@@ -148,6 +148,14 @@ wkv6_problem adjoint_of(const wkv6_problem &p) {
 
 bool present(const wkv6_tensor &x) { return x.dtype != WKV6_ABSENT; }
 
+/* All gradients but du, whose parts they leave. dv and dS_0 are a recurrence of their own where kernels share a head by
+ * key channels. */
+bool launch_backward_by_chunks(const wkv6_problem &p, const place &where) {
+  const bool of_values = present(p.grad_v) || present(p.grad_initial_state);
+  return chunks::launch_backward(p, where) &&
+         (chunks::backward_has_values(p) || !of_values || launch_recurrence(adjoint_of(p), true, where));
+}
+
 /* The largest K of a recurrence and the largest V of the gradients of the keys: what the warps of one block hold. */
 template <typename real> constexpr int most_k = (sizeof(real) == 8 ? 4 * 16 : 8 * 8) * forward_most_threads / warp_size;
 template <typename real>
@@ -192,12 +200,15 @@ wkv6_status wkv6_cuda_backward(const wkv6_problem *p, int device, void *stream) 
   a.p = *p;
   const bool of_keys = present(p->grad_r) || present(p->grad_k) || present(p->grad_w) || present(p->grad_u);
   const bool of_values = present(p->grad_v) || present(p->grad_initial_state);
+  const bool by_chunks = (p->T > 1 || p->cu_seqlens) && of_keys && chunks::take(*p);
   wkv6_status fits = of_values ? check_k(*p) : WKV6_OK;
   if (fits == WKV6_OK && of_keys) fits = check_v(*p);
   if (fits != WKV6_OK) return fits;
   return run(device, stream, [&](const place &where) {
-    return (!of_keys || launch_backward(a, where)) && (!of_values || launch_recurrence(adjoint_of(*p), true, where)) &&
-           (!present(p->grad_u) || launch_grad_u(a, where));
+    const bool done = by_chunks ? launch_backward_by_chunks(*p, where)
+                                : (!of_keys || launch_backward(a, where)) &&
+                                      (!of_values || launch_recurrence(adjoint_of(*p), true, where));
+    return done && (!present(p->grad_u) || launch_grad_u(a, where));
   });
 }
 

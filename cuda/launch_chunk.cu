@@ -13,29 +13,6 @@ namespace {
 using runtime::ceil_div;
 using runtime::place;
 
-/* Tokens of a block, a multiple of the segment; all of them: one block goes through a whole sequence.
- *
- * The model: the unit is what a block takes for a chunk; up to `at_once` blocks a multiprocessor do not slow each other
- * down. With spans the tokens are gone through twice, the first time for the states alone; then comes the scan over
- * the spans, and two launches more. */
-int64_t span_of(const wkv6_problem &p, int64_t blocks, const place &where) {
-  const int64_t most = p.segment > 0 ? ceil_div(p.T, p.segment) : 1;
-  const bool possible = p.span_decays.dtype != WKV6_ABSENT && p.segment % chunk_tokens == 0 && most > 1;
-  if (!possible || p.flags & WKV6_WHOLE || blocks == 0) return p.T;
-  if (p.flags & WKV6_SPANS) return p.segment;
-  constexpr double at_once = 2, twice = 1.6, of_span = 0.25, of_launches = 6;
-  const double chunks = static_cast<double>(ceil_div(p.T, chunk_tokens));
-  const auto cost = [&](int64_t spans) {
-    const double load = static_cast<double>(blocks * spans) / (at_once * where.multiprocessors);
-    const double pass = chunks / static_cast<double>(spans) * (load > 1 ? load : 1);
-    return spans == 1 ? pass : twice * pass + of_span * static_cast<double>(spans) + of_launches;
-  };
-  int64_t best = 1;
-  for (int64_t spans = 2; spans <= most; spans++)
-    if (cost(spans) < cost(best)) best = spans;
-  return best == 1 ? p.T : ceil_div(ceil_div(p.T, best), p.segment) * p.segment;
-}
-
 bool launch_scan(const chunk_scan_arguments &a, const place &where) {
   const uint64_t blocks = static_cast<uint64_t>(a.p.N) * a.p.H * ceil_div(a.p.K * a.p.V, scan_threads);
   return runtime::launch<&wkv6_scan_spans, scan_threads>("wkv6_scan_spans", blocks, scan_threads, 0, where.stream, a);
@@ -95,6 +72,27 @@ template <int K> bool launch_forward_of(const wkv6_problem &p, const place &wher
 }
 
 } // namespace
+
+/* The model: the unit is what a block takes for a chunk; up to `at_once` blocks a multiprocessor do not slow each other
+ * down. With spans the tokens are gone through twice, the first time for the states alone; then comes the scan over
+ * the spans, and two launches more. */
+int64_t span_of(const wkv6_problem &p, int64_t blocks, const place &where) {
+  const int64_t most = p.segment > 0 ? ceil_div(p.T, p.segment) : 1;
+  const bool possible = p.span_decays.dtype != WKV6_ABSENT && p.segment % chunk_tokens == 0 && most > 1;
+  if (!possible || p.flags & WKV6_WHOLE || blocks == 0) return p.T;
+  if (p.flags & WKV6_SPANS) return p.segment;
+  constexpr double at_once = 2, twice = 1.6, of_span = 0.25, of_launches = 6;
+  const double chunks = static_cast<double>(ceil_div(p.T, chunk_tokens));
+  const auto cost = [&](int64_t spans) {
+    const double load = static_cast<double>(blocks * spans) / (at_once * where.multiprocessors);
+    const double pass = chunks / static_cast<double>(spans) * (load > 1 ? load : 1);
+    return spans == 1 ? pass : twice * pass + of_span * static_cast<double>(spans) + of_launches;
+  };
+  int64_t best = 1;
+  for (int64_t spans = 2; spans <= most; spans++)
+    if (cost(spans) < cost(best)) best = spans;
+  return best == 1 ? p.T : ceil_div(ceil_div(p.T, best), p.segment) * p.segment;
+}
 
 bool launch_forward(const wkv6_problem &p, const place &where) {
   return p.K == 32   ? launch_forward_of<32>(p, where)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Which problems the chunk kernels take, and with what operands.
+ * Which problems the chunk kernels take, with what operands, and how they are launched.
  */
 #ifndef WKV6_LAUNCH_CHUNK_CUH
 #define WKV6_LAUNCH_CHUNK_CUH
@@ -31,7 +31,17 @@ inline operand operands_of(const wkv6_problem &p) {
   return wide || p.flags & WKV6_EXACT ? operand::split : operand::tf32;
 }
 
+/* Tokens of a block where `blocks` would each go through a whole sequence: p.T, or a multiple of p.segment. */
+int64_t span_of(const wkv6_problem &p, int64_t blocks, const runtime::place &where);
+
 bool launch_forward(const wkv6_problem &p, const runtime::place &where);
+
+/* Whether the kernels of the backward pass make dv and dS_0 as well: a block has all channels of a head, and a warp
+ * registers for its columns of dv. */
+inline bool backward_has_values(const wkv6_problem &p) { return p.K <= 64 && p.V <= p.K; }
+
+/* dr, dk, dw, the parts of du, and dv and dS_0 where backward_has_values(). */
+bool launch_backward(const wkv6_problem &p, const runtime::place &where);
 
 } // namespace chunks
 

@@ -80,6 +80,10 @@ template <int WORDS> WKV6_DEVICE void store_words(void *shared, const uint32_t *
   emulation::count_shared(active ? shared : nullptr, 4 * WORDS);
   if (active) std::memcpy(shared, x, 4 * WORDS);
 }
+template <int WORDS> WKV6_DEVICE void load_global_words(const void *global, uint32_t *x) {
+  emulation::count_global(4 * WORDS, 0);
+  std::memcpy(x, global, 4 * WORDS);
+}
 template <int WORDS> WKV6_DEVICE void store_global_words(void *global, const uint32_t *x) {
   emulation::count_global(0, 4 * WORDS);
   std::memcpy(global, x, 4 * WORDS);
@@ -136,15 +140,15 @@ template <int PENDING> WKV6_DEVICE void copy_async_wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-template <int WORDS> WKV6_DEVICE void load_words(const void *shared, uint32_t *x) {
+template <int WORDS> WKV6_DEVICE void get_words(const void *from, uint32_t *x) {
   if constexpr (WORDS == 4) {
-    const uint4 y = *static_cast<const uint4 *>(shared);
+    const uint4 y = *static_cast<const uint4 *>(from);
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   } else if constexpr (WORDS == 2) {
-    const uint2 y = *static_cast<const uint2 *>(shared);
+    const uint2 y = *static_cast<const uint2 *>(from);
     x[0] = y.x, x[1] = y.y;
   } else {
-    x[0] = *static_cast<const uint32_t *>(shared);
+    x[0] = *static_cast<const uint32_t *>(from);
   }
 }
 template <int WORDS> WKV6_DEVICE void put_words(void *to, const uint32_t *x) {
@@ -154,6 +158,10 @@ template <int WORDS> WKV6_DEVICE void put_words(void *to, const uint32_t *x) {
     *static_cast<uint2 *>(to) = make_uint2(x[0], x[1]);
   else
     *static_cast<uint32_t *>(to) = x[0];
+}
+template <int WORDS> WKV6_DEVICE void load_words(const void *shared, uint32_t *x) { get_words<WORDS>(shared, x); }
+template <int WORDS> WKV6_DEVICE void load_global_words(const void *global, uint32_t *x) {
+  get_words<WORDS>(global, x);
 }
 template <int WORDS> WKV6_DEVICE void store_words(void *shared, const uint32_t *x, bool active = true) {
   if (active) put_words<WORDS>(shared, x);

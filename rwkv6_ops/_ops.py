@@ -18,7 +18,7 @@ from . import _native
 # registers of a CUDA block, or in the shared memory of one of the chunk kernels. The operators take it as an argument
 # (0: save none), so that no graph compiled with one value meets a library with another.
 CHECKPOINT = {"cpu": 64, "cuda": 16}
-CHUNK_CHECKPOINT = {"cpu": 64, "cuda": 128}
+CHUNK_CHECKPOINT = {"cpu": 64, "cuda": 64}
 _CUDA_CHUNK_SIZES = (32, 64, 128)  # K and V of CUDA's chunk kernels; others take the recurrent ones
 
 # Where long sequences may be cut into spans, and up to how many (sequence, head) pairs there is any use in it: scratch

@@ -54,6 +54,23 @@ BUDGETS = {
     "wkv6_state_chunkILi128EL7operand1ELi1EE": (224, 256, 1),
     "wkv6_state_chunkILi128EL7operand2ELi1EE": (224, 256, 1),
     "wkv6_scan_spans": (56, 256, 4),
+    # Key channels of a block, V, operands and those of the inputs, whether dv is made too.
+    "wkv6_backward_chunkILi64ELi64EL7operand0ELS0_0ELb1EE": (255, 128, 2),
+    "wkv6_backward_chunkILi64ELi64EL7operand2ELS0_0ELb1EE": (255, 128, 2),
+    "wkv6_backward_chunkILi64ELi64EL7operand2ELS0_2ELb1EE": (255, 128, 2),
+    "wkv6_backward_chunkILi32ELi32EL7operand2ELS0_2ELb1EE": (255, 64, 4),
+    "wkv6_backward_chunkILi32ELi64EL7operand2ELS0_2ELb0EE": (255, 64, 4),
+    "wkv6_backward_chunkILi64ELi32EL7operand2ELS0_2ELb1EE": (255, 128, 2),
+    "wkv6_backward_chunkILi64ELi32EL7operand2ELS0_2ELb0EE": (255, 128, 2),
+    "wkv6_backward_chunkILi64ELi64EL7operand2ELS0_2ELb0EE": (255, 128, 2),
+    "wkv6_backward_chunkILi32ELi128EL7operand2ELS0_2ELb0EE": (255, 64, 4),
+    "wkv6_adjoint_chunkILi32ELi32EL7operand2EE": (128, 64, 8),
+    "wkv6_adjoint_chunkILi32ELi64EL7operand2EE": (128, 64, 8),
+    "wkv6_adjoint_chunkILi32ELi128EL7operand2EE": (168, 64, 6),
+    "wkv6_adjoint_chunkILi64ELi32EL7operand2EE": (128, 128, 4),
+    "wkv6_adjoint_chunkILi64ELi64EL7operand2EE": (128, 128, 4),
+    "wkv6_scan_adjoints": (48, 256, 5),
+    "wkv6_fold_grad_u": (48, 256, 5),
 }
 
 

@@ -9,8 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case, make
-from oracle import answer, assert_forward, assert_gradients, call, in_float64, inputs, relative_error, true_answer_of
+from cases import BY_NAME, CASES, NAMES, Case, make
+from oracle import (
+    answer,
+    assert_forward,
+    assert_gradients,
+    call,
+    in_float64,
+    inputs,
+    relative_error,
+    true_answer,
+    true_answer_of,
+)
 
 import rwkv6_ops
 from rwkv6_ops import _native, _ops, reference
@@ -40,6 +50,17 @@ def test_errors_before_rounding_are_those_of_the_precision(decays: str, precisio
         p.v = p.v.float()
         o, _ = call(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p, inputs(p))
         assert relative_error(o, want[0]) <= PRECISION[precision]
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize("decays", ["normal", "weak", "strong", "spikes", "forget", "mixed"])
+def test_errors_of_gradients_before_rounding_are_those_of_the_precision(decays: str, precision: str, cuda_chunk: str):
+    """float32 tensors. The default is "exact" with them, and has the same operands where inputs are bfloat16."""
+    case = Case(f"precision-{decays}", T=100, H=1, K=64, V=64, decays=decays)
+    got = answer(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), make(case))
+    want = true_answer_of(case)
+    errors = {name: relative_error(got.gradients[name], want.gradients[name]) for name in want.gradients}
+    assert max(errors.values()) <= PRECISION[precision], errors
 
 
 @pytest.mark.parametrize(
@@ -74,16 +95,32 @@ def test_sizes_without_an_instance_run_token_by_token(cuda_chunk: str, monkeypat
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["r", "k", "v", "w"])
+@pytest.mark.parametrize("name", ["r", "k", "v", "w", "grad_o"])
 @pytest.mark.parametrize("precision", PRECISION)
 def test_what_is_not_finite_stays_where_the_recurrence_puts_it(precision: str, name: str, bad: float, cuda_chunk: str):
     """In another head, sequence or earlier token there is none (I4)."""
     p = make(Case("not finite", B=2, T=50, H=2, K=32, V=32, dtypes="bf16 bf16 bf16 bf16 f32"))
     getattr(p, name)[1, 21, 1, 5] = bad
-    o, state = call(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p, inputs(p))
-    want_o, want_state = call(reference.wkv6, in_float64(p), inputs(in_float64(p)))
-    assert torch.equal(o.isfinite(), want_o.isfinite())
-    assert torch.equal(state.isfinite(), want_state.isfinite())
+    got = answer(lambda *x, **how: rwkv6_ops.wkv6(*x, precision=precision, **how), p)
+    want = true_answer(p)
+    assert torch.equal(got.o.isfinite(), want.o.isfinite())
+    assert torch.equal(got.final_state.isfinite(), want.final_state.isfinite())
+    for x, gradient in want.gradients.items():
+        assert torch.equal(got.gradients[x].isfinite(), gradient.isfinite()), x
+
+
+@pytest.mark.parametrize("wanted", [["r"], ["k", "u"], ["v"], ["w", "initial_state"], ["initial_state"]], ids="-".join)
+def test_some_gradients_alone_are_those_of_all(wanted: list[str], cuda_chunk: str):
+    p = make(Case("some", T=40, H=1, K=32, V=32))
+    want = answer(rwkv6_ops.wkv6, p).gradients
+    leaves = [x.requires_grad_(name in wanted) for name, x in zip(NAMES, inputs(p), strict=False)]
+    o, final_state = call(rwkv6_ops.wkv6, p, leaves)
+    gradients = torch.autograd.grad(
+        [o, final_state], [x for x in leaves if x.requires_grad], [p.grad_o, p.grad_final_state]
+    )
+    for name, gradient in zip(wanted, gradients, strict=True):
+        tolerance = 1e-5  # dv and the initial state's alone are the recurrent kernel's
+        assert relative_error(gradient, want[name].double()) <= tolerance, name
 
 
 # ---- What the emulated device counts ----

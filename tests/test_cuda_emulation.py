@@ -23,6 +23,7 @@ import rwkv6_ops
 from rwkv6_ops import _native, _ops
 
 FORWARD, BACKWARD = "wkv6_forward_recurrent", "wkv6_backward_recurrent"
+CHUNK_BACKWARD = "wkv6_backward_chunk"
 SEGMENT = _ops.CHECKPOINT["cuda"]
 BUILD = Path(__file__).parent / "native" / "cuda_build.sh"
 
@@ -88,6 +89,40 @@ def test_backward_moves_little_more_than_once(counter: Callable[[str, str], int]
     kernels = (BACKWARD, FORWARD, "wkv6_grad_u")
     moved = sum(counter(kernel, f"global_{way}") for kernel in kernels for way in ("read", "written"))
     assert moved <= 1.26 * least, f"{moved / least:.3f} times the least"
+
+
+@pytest.mark.parametrize("precision", ["fast", "default"])
+def test_the_chunk_kernels_move_little_more_than_each_tensor_once_backwards(
+    precision: str, counter: Callable[[str, str], int], emulation: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+):
+    """k, v and w are read again for three chunks in four, and a segment's state twice: when the states after it are
+    made, and when the walk comes back to it. The device has the shared memory of sm_90."""
+    p = make(Case("chunk traffic", T=256, H=2, K=64, V=64, dtypes="bf16 bf16 bf16 bf16 f32", initial_state=False))
+    distance = 64
+    monkeypatch.setitem(_ops.CHUNK_CHECKPOINT, "cpu", distance)
+    emulation.wkv6_emulation_set(b"shared_bytes", 227 << 10)
+    leaves = [x.requires_grad_() for x in inputs(p)]
+    how = {"algorithm": "chunk", "precision": precision}
+    o, final_state = call(lambda *x, **options: rwkv6_ops.wkv6(*x, **how, **options), p, leaves)
+    emulation.wkv6_emulation_reset()
+    torch.autograd.grad([o, final_state], leaves, [p.grad_o, p.grad_final_state])
+    states = (256 // distance - 1) * bytes_of(p.grad_final_state)
+    least = 2 * bytes_of(p.r, p.k, p.v, p.w) + bytes_of(p.grad_o, p.grad_final_state)
+    moved = counter(CHUNK_BACKWARD, "global_read") + counter(CHUNK_BACKWARD, "global_written")
+    assert moved <= 1.3 * least + 2 * states, f"{moved / least:.3f} times the least, {states / least:.3f} of it states"
+    assert counter(CHUNK_BACKWARD, "barriers") <= counter(CHUNK_BACKWARD, "blocks") * (2 * 16 + 12 + 1)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (32, 32)])
+def test_the_chunk_kernels_reach_shared_memory_with_few_bank_conflicts_backwards(
+    sizes: tuple[int, int], counter: Callable[[str, str], int], emulation: ctypes.CDLL
+):
+    emulation.wkv6_emulation_set(b"count_banks", 1)
+    p = make(Case("chunk banks", T=48, H=1, K=sizes[0], V=sizes[1], dtypes="bf16 bf16 bf16 bf16 f32"))
+    answer(lambda *x, **options: rwkv6_ops.wkv6(*x, algorithm="chunk", **options), p)
+    conflicts, accesses = (counter(CHUNK_BACKWARD, name) for name in ("bank_conflicts", "shared_reads"))
+    assert accesses > 0
+    assert conflicts == 0, f"{conflicts} in {accesses}"
 
 
 def test_kernels_wait_for_each_other_a_few_times_a_tile(counter: Callable[[str, str], int]):
