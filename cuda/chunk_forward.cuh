@@ -393,8 +393,10 @@ template <int K, operand P, int TILES> struct chunk_forward_block {
       pass_state<STATE>(o, v);
       await_next(); /* scores; operands and rows are used; the next chunk's rows are here */
       fetch_next(slot);
-      if (!STATE) finish(o, v, o_row, left - at.g);
-      o_row += chunk_tokens * a.o.row_step;
+      if (!STATE) {
+        finish(o, v, o_row, left - at.g);
+        o_row += chunk_tokens * a.o.row_step;
+      }
       slot = slot + 1 == a.slots ? 0 : slot + 1;
     }
     copy_async_wait_for<0>();
