@@ -66,7 +66,7 @@ def tensor(chance: random.Random, shape: tuple[int, ...]) -> torch.Tensor:
     if kind < 0.7:
         return torch.zeros((), dtype=dtype).expand(shape)
     if kind < 0.75:
-        large = [chance.choice([n, n, 2**10, 2**20]) if n > 1 else n for n in shape[:3]]
+        large = [chance.choice([n, n, 2**10, 2**18]) if n > 1 else n for n in shape[:3]]
         return torch.zeros((), dtype=dtype).expand(large + shape[3:])
     if kind < 0.8:
         return torch.randn(shape).to(dtype).to("meta")
