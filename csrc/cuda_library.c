@@ -36,8 +36,9 @@ static int open_at(opened *o, const char *path) {
   wkv6_cuda_library *f = &o->functions;
   if (find(o, "wkv6_cuda_forward", &f->forward) && find(o, "wkv6_cuda_backward", &f->backward) &&
       find(o, "wkv6_cuda_step", &f->step) && find(o, "wkv6_cuda_state", &f->state) &&
-      find(o, "wkv6_cuda_error", &f->error) && find(o, "wkv6_cuda_problem_bytes", &problem_bytes) &&
-      problem_bytes() == sizeof(wkv6_problem))
+      find(o, "wkv6_cuda_scratch_bytes", &f->scratch_bytes) && find(o, "wkv6_cuda_error", &f->error) &&
+      find(o, "wkv6_cuda_archs", &f->archs) && find(o, "wkv6_cuda_versions", &f->versions) &&
+      find(o, "wkv6_cuda_problem_bytes", &problem_bytes) && problem_bytes() == sizeof(wkv6_problem))
     return 0;
   snprintf(o->error, sizeof o->error, "%s: of another version of rwkv6_ops", path);
   dlclose(o->handle);

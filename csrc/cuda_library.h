@@ -12,7 +12,10 @@ typedef wkv6_status wkv6_cuda_function(const wkv6_problem *p, int device, void *
 
 typedef struct wkv6_cuda_library {
   wkv6_cuda_function *forward, *backward, *step, *state;
-  const char *(*error)(void); /* text for WKV6_E_DEVICE and WKV6_E_SIZE */
+  size_t (*scratch_bytes)(const wkv6_problem *p);
+  const char *(*error)(void); /* text for WKV6_E_DEVICE */
+  const char *(*archs)(void);
+  wkv6_status (*versions)(int *runtime_version, int *driver_version);
 } wkv6_cuda_library;
 
 /* The library, or NULL and in *why the reason. A failure is final: it is not looked for again. */

@@ -2,7 +2,8 @@
  *
  * rwkv6_ops._native: the CPython entry points. Tensors are read into a wkv6_problem, everything that could make a
  * kernel misbehave is checked, the GIL is released and the kernels run. Python (rwkv6_ops/_ops.py) allocates all
- * outputs; nothing here owns memory. Limited API of CPython 3.10: one binary for every later version.
+ * outputs; nothing here owns memory, but for a moment the scratch that some problems need on CUDA. Limited API of
+ * CPython 3.10: one binary for every later version.
  */
 #include <Python.h>
 
@@ -343,6 +344,25 @@ static int read_call(call *c, const argument *table, Py_ssize_t tensors, PyObjec
 
 /* ---- Entry points ---- */
 
+static void keep_error(void *context, const char *kind, const char *message) {
+  (void)kind;
+  PyErr_Format(PyExc_MemoryError, "rwkv6_ops on CUDA: %zu bytes of scratch: %.400s", *(const size_t *)context, message);
+}
+
+/* Scratch as the library wants it: a tensor of torch's allocator, in the order of the current stream, so it may be
+ * given back once the kernels are on that stream. NULL if none is wanted; -1 with an exception. */
+static int take_scratch(call *c, const wkv6_cuda_library *cuda, dl_managed **scratch) {
+  size_t bytes = cuda->scratch_bytes(&c->problem);
+  *scratch = NULL;
+  if (!bytes) return 0;
+  int64_t floats = (int64_t)((bytes + 3) / 4);
+  dl_tensor prototype = {
+      .device = c->device, .ndim = 1, .dtype = {.code = DL_FLOAT, .bits = 32, .lanes = 1}, .shape = &floats};
+  if (c->state->exchange->allocate(&prototype, scratch, &bytes, keep_error)) return -1;
+  c->problem.scratch = (char *)(*scratch)->tensor.data + (*scratch)->tensor.byte_offset;
+  return 0;
+}
+
 /* Puts the problem on the CPU's kernels, or on those of CUDA. */
 static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *), size_t cuda_member) {
   const wkv6_cuda_library *cuda = wkv6_cuda_emulated();
@@ -361,19 +381,17 @@ static PyObject *launch(call *c, wkv6_status (*cpu)(const wkv6_problem *), size_
         PyExc_NotImplementedError, "%s: neither on a CPU nor on CUDA: rwkv6_ops has no kernels there", c->first);
     return NULL;
   }
+  dl_managed *scratch = NULL;
+  if (cuda && take_scratch(c, cuda, &scratch)) return NULL;
   wkv6_cuda_function *const kernel = cuda ? *(wkv6_cuda_function *const *)((const char *)cuda + cuda_member) : NULL;
   wkv6_status status;
   Py_BEGIN_ALLOW_THREADS
   status = kernel ? kernel(&c->problem, c->device.id, stream) : cpu(&c->problem);
   Py_END_ALLOW_THREADS
+  if (scratch && scratch->deleter) scratch->deleter(scratch);
   if (status == WKV6_OK) Py_RETURN_NONE;
   if (status == WKV6_E_MEMORY || !cuda) return PyErr_NoMemory(); /* the CPU's kernels have no other */
-  if (status == WKV6_E_SIZE) {
-    PyErr_SetString(PyExc_NotImplementedError, cuda->error());
-  } else {
-    PyErr_Format(PyExc_RuntimeError, "rwkv6_ops on CUDA: %s", cuda->error());
-  }
-  return NULL;
+  return PyErr_Format(PyExc_RuntimeError, "rwkv6_ops on CUDA: %s", cuda->error());
 }
 
 static PyObject *native_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -486,6 +504,16 @@ static PyObject *native_use_cuda_emulation(PyObject *module, PyObject *path) {
   Py_RETURN_NONE;
 }
 
+static PyObject *native_cuda_library(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  const char *why;
+  int runtime = 0, driver = 0;
+  const wkv6_cuda_library *const cuda = wkv6_cuda_library_open(&why);
+  if (!cuda) return PyErr_Format(PyExc_RuntimeError, "no CUDA kernels: %s", why);
+  if (cuda->versions(&runtime, &driver) != WKV6_OK) return PyErr_Format(PyExc_RuntimeError, "%s", cuda->error());
+  return Py_BuildValue("(sii)", cuda->archs(), runtime, driver);
+}
+
 PyDoc_STRVAR(
     forward_doc,
     "forward(r, k, v, w, u, initial_state, o, final_state, checkpoints, span_decays, cu_seqlens, scale, flags,\n"
@@ -511,6 +539,10 @@ PyDoc_STRVAR(
     use_isa_doc,
     "use_isa(name): uses the kernels of that instruction set from now on; returns the name of the one before.");
 PyDoc_STRVAR(
+    cuda_library_doc,
+    "(devices that the CUDA kernels were built for, as in \"800,900\"; version of the CUDA runtime; newest that the "
+    "driver\nserves, 0 without a driver), versions as 1000 * major + 10 * minor.");
+PyDoc_STRVAR(
     use_cuda_emulation_doc,
     "use_cuda_emulation(path): for tests: CPU tensors go to the CUDA kernels of the emulated library there; None undoes it.");
 
@@ -525,6 +557,7 @@ static PyMethodDef methods[] = {
     {"isas_built", native_isas_built, METH_NOARGS, isas_built_doc},
     {"isa", native_isa, METH_NOARGS, isa_doc},
     {"use_isa", native_use_isa, METH_O, use_isa_doc},
+    {"cuda_library", native_cuda_library, METH_NOARGS, cuda_library_doc},
     {"use_cuda_emulation", native_use_cuda_emulation, METH_O, use_cuda_emulation_doc},
     {NULL, NULL, 0, NULL},
 };

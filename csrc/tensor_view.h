@@ -36,10 +36,24 @@ typedef struct dl_header {
   struct dl_header *previous; /* the table of an older major version, or NULL */
 } dl_header;
 
-/* The functions return 0, or -1 with a Python exception set. */
+/* A tensor with its owner. */
+typedef struct dl_managed {
+  struct {
+    uint32_t major, minor;
+  } version;
+  void *owner;
+  void (*deleter)(struct dl_managed *self);
+  uint64_t flags;
+  dl_tensor tensor;
+} dl_managed;
+
+typedef void dl_set_error(void *context, const char *kind, const char *message);
+
+/* The functions return 0, or -1 with a Python exception set; `allocate` calls set_error instead. */
 typedef struct {
   dl_header header;
-  void (*allocate)(void), (*from_object)(void), (*to_object)(void); /* not used here: their types do not matter */
+  int (*allocate)(dl_tensor *prototype, dl_managed **out, void *context, dl_set_error *set_error);
+  void (*from_object)(void), (*to_object)(void); /* not used here: their types do not matter */
   int (*view)(void *object, dl_tensor *view);
   int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
 } dl_exchange;

@@ -34,7 +34,7 @@ typedef enum wkv6_status {
   WKV6_E_CU_SEQLENS, /* does not start at 0, decreases, or does not end at T */
   WKV6_E_MEMORY,     /* no memory for scratch */
   WKV6_E_DEVICE,     /* the device's runtime reported an error */
-  WKV6_E_SIZE,       /* K or V beyond what the device's kernels take, or sizes whose products leave 64 bits */
+  WKV6_E_SIZE,       /* sizes whose products leave 64 bits */
   WKV6_E_ALIGNMENT,  /* an address that is no multiple of its element's size */
   WKV6_E_OVERLAP,    /* an argument of a step in the memory of the state */
 } wkv6_status;
@@ -83,6 +83,8 @@ typedef struct wkv6_problem {
   /* Written by the backward pass, each absent where it is not wanted; shaped like what they are the gradient of. */
   wkv6_tensor grad_r, grad_k, grad_v, grad_w, grad_u, grad_initial_state;
   wkv6_tensor grad_u_parts; /* scratch, contiguous [N, H, K] in the type the kernels compute in; present with grad_u */
+
+  void *scratch; /* of the device's kernels, as much as they ask for (wkv6_cuda_scratch_bytes) */
 } wkv6_problem;
 
 /* First token of sequence n among the B * T tokens. */

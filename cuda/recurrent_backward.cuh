@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Equations (3), (4), (6), (8) of docs/wkv6.md: dr, dk, dw and du, in one sweep from the last token to the first. (dv
- * and dS_0 come from recurrent_forward.cuh run from the end.)
+ * Equations (3) to (8) of docs/wkv6.md: dr, dk, dw and du, in one sweep from the last token to the first; dv and dS_0
+ * too where a block has all of a head, else they come from recurrent_forward.cuh run from the end.
  *
  * A block has one head of one sequence and a slice of the key channels (rows) with all value columns, so no sum leaves
  * the block and the number of blocks can be chosen freely. A warp has 2 * (32 / LANES) rows, a thread 2 rows and
@@ -14,18 +14,23 @@
  * kept in registers, and G walks back over them. Where a segment has several tiles, those before the tile are replayed.
  * Nothing is ever divided by a decay.
  *
- * A tile goes through: bytes (fetched while the tile before is computed) -> barrier -> real numbers, a channel a thread
- * -> barrier -> S, G and sums, written to `sums` by the lanes that end up with them -> barrier -> gradients to memory,
- * a channel of one gradient a thread.
+ * dv sums over rows, which are spread over the block. So for it G is put into shared memory before each tile and taken
+ * up by the threads in the layout of recurrence.cuh, 2 columns each, which walks it over the tile once more: the same
+ * sums in the same order as those of recurrent_forward.cuh, without its reading the inputs again.
+ *
+ * A tile goes through: bytes (fetched while the tile before is computed) -> barrier -> real numbers, a channel a
+ * thread, and G -> barrier -> S, G and sums, written to `sums` and `grad_v` by the lanes that end up with them ->
+ * barrier -> gradients to memory, a channel of one gradient a thread.
  *
  * real: float or double. COLUMNS: of a thread, 4 or 8. LANES: that share a row. EXACT: V is COLUMNS * LANES; without it
  * there may be several column warps, and columns beyond V, kept at zero by selection. Rows beyond K need no care:
- * nothing sums over rows.
+ * nothing sums over rows. WHOLE: 0, or the lanes that share a column in the walk for dv, and K is 8 * WHOLE, all of it
+ * in the block.
  */
 #ifndef WKV6_RECURRENT_BACKWARD_CUH
 #define WKV6_RECURRENT_BACKWARD_CUH
 
-#include "tokens.cuh"
+#include "recurrence.cuh"
 
 struct backward_arguments {
   wkv6_problem p;
@@ -40,7 +45,12 @@ struct backward_arguments {
   int sums;               /* [column_warps][tile][3 * rows + 1]: S do, G v, rowsum(G * S) and v . do */
   int u, rest;            /* [rows]: the bonus, and the rest of the decays */
   int grad_u, grad_u_low; /* [rows]: the sum so far, and what its additions lost */
+  bool whole;             /* a block has all of a head, and gives dv and dS_0: */
+  int adjoint, grad_v;    /* [rows][adjoint_pitch]: G after the tile; [tile][columns] */
 };
+
+/* So that few of the threads that read a column of G meet in a bank. */
+constexpr __host__ __device__ int adjoint_pitch(int columns) { return columns + 4; }
 
 /* Sets the places of a block's shared arrays; returns the bytes it needs. */
 inline int backward_layout(backward_arguments &a, int tile, int real_bytes) {
@@ -56,7 +66,9 @@ inline int backward_layout(backward_arguments &a, int tile, int real_bytes) {
   a.grad_u = a.rest + a.rows;
   a.grad_u_low = a.grad_u + a.rows;
   a.sums = a.grad_u_low + a.rows;
-  int at = (a.sums + a.column_warps * tile * (3 * a.rows + 1)) * real_bytes;
+  a.adjoint = (a.sums + a.column_warps * tile * (3 * a.rows + 1) + 3) / 4 * 4;
+  a.grad_v = a.adjoint + (a.whole ? a.rows * adjoint_pitch(a.columns) : 0);
+  int at = (a.grad_v + (a.whole ? tile * a.columns : 0)) * real_bytes;
   at = raw_layout(a.raw_r, p.r, p.K, a.rows, tile, (at + 15) / 16 * 16);
   at = raw_layout(a.raw_k, p.k, p.K, a.rows, tile, at);
   at = raw_layout(a.raw_w, p.w, p.K, a.rows, tile, at);
@@ -193,6 +205,10 @@ template <typename real, int TILE> struct backward_block {
       else
         add_grad_u(row, count, r, k);
     }
+    if (a.whole)
+      store_rows<real>(p.grad_v, s, t, count, 0, a.columns, static_cast<int>(p.V), [&](int j, int c) {
+        return shared[a.grad_v + j * a.columns + c];
+      });
   }
 
   /* Compensated: one long sequence sums as exactly as many short ones. */
@@ -208,7 +224,7 @@ template <typename real, int TILE> struct backward_block {
   }
 };
 
-template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT> struct backward_thread {
+template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT, int WHOLE> struct backward_thread {
   using block = backward_block<real, HISTORY * PARTS>;
   using matrix = real[2][COLUMNS];
   const block &b;
@@ -246,13 +262,14 @@ template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EX
   }
 
   WKV6_DEVICE void load_checkpoint(int64_t segment, matrix &x) const {
-    const real *const from = checkpoint<real>(b.p, b.s, segment) + (b.channel + first_row) * b.p.V;
+    const int64_t pitch = b.p.checkpoints.stride[2];
+    const real *const from = checkpoint<real>(b.p, b.s, segment) + (b.channel + first_row) * pitch;
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int group = 0; group < COLUMNS; group += 4) {
         real y[4] = {0, 0, 0, 0};
-        const real *const at = from + i * b.p.V + column(group);
+        const real *const at = from + i * pitch + column(group);
         if (first_row + i < b.width) {
           if (b.a.vector_checkpoints) {
             if (has(group)) load_global_4(at, y);
@@ -332,6 +349,46 @@ template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EX
     }
   }
 
+  /* G for the walk of dv; and at last for dS_0. */
+  WKV6_DEVICE void share_adjoint() const {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+        b.shared[b.a.adjoint + (first_row + i) * adjoint_pitch(b.a.columns) + column(c)] = adjoint[i][c];
+  }
+
+  WKV6_DEVICE void store_adjoint(const wkv6_tensor &to) const {
+    if (to.dtype == WKV6_ABSENT) return;
+    const int64_t first = state_offset(to, b.s, first_row, 0);
+    with_element<real>(to.dtype, [&](auto type) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+          round_element(adjoint[i][c], type);
+          store_global(static_cast<decltype(type) *>(to.data) + first + i * to.stride[2] + column(c) * to.stride[3],
+                       type);
+        }
+    });
+  }
+
+  /* (5) of a tile: the recurrence with k for r, r for k and do for v. */
+  WKV6_DEVICE void walk_back_values(int count) const {
+    const backward_arguments &a = b.a;
+    recurrence<real, 8, 2, WHOLE, true> g(b.shared, b.p.K, 1);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      g.u[i] = b.shared[a.u + g.row(i)];
+#pragma unroll
+      for (int c = 0; c < 2; c++)
+        g.s[i][c] = b.shared[a.adjoint + g.row(i) * adjoint_pitch(a.columns) + g.first_column + c];
+    }
+    const tile_numbers at = {HISTORY * PARTS, a.rows, a.columns, a.k, a.r, a.d, a.grad_o, a.grad_v};
+#pragma unroll 1
+    for (int t = count - 1; t >= 0; t--) g.step(at, t);
+  }
+
   WKV6_DEVICE void replay(int count) {
     for (int t = 0; t < count; t++) forward(start, start, t);
   }
@@ -359,7 +416,7 @@ template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EX
 template <bool EXACT>
 constexpr int backward_most_threads = EXACT ? 256 : 384; /* so that the registers hold what a thread has */
 
-template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT>
+template <typename real, int COLUMNS, int LANES, int HISTORY, int PARTS, bool EXACT, int WHOLE>
 __global__ void __launch_bounds__(backward_most_threads<EXACT>)
     wkv6_backward_recurrent(const __grid_constant__ backward_arguments a) {
   const unsigned slice = block_index() % a.slices, head = block_index() / a.slices;
@@ -378,12 +435,14 @@ __global__ void __launch_bounds__(backward_most_threads<EXACT>)
         i < b.width ? load_element<real>(u, b.s.h * u.stride[0] + (channel + i) * u.stride[1]) : real(0);
     b.shared[a.rest + i] = b.shared[a.grad_u + i] = b.shared[a.grad_u_low + i] = 0;
   }
-  backward_thread<real, COLUMNS, LANES, HISTORY, PARTS, EXACT> thread(b);
+  backward_thread<real, COLUMNS, LANES, HISTORY, PARTS, EXACT, WHOLE> thread(b);
   thread.load_state(a.p.grad_final_state, thread.adjoint);
   while (now.segment >= 0) {
     copy_async_wait();
     block_barrier(); /* this tile's bytes are here, the gradients of the one before are stored */
     b.convert(now);
+    const bool values = WHOLE && a.p.grad_v.dtype != WKV6_ABSENT && !now.replays();
+    if (values) thread.share_adjoint();
     block_barrier(); /* this tile's numbers are here, its bytes are no longer needed */
     const visit next = b.after(now);
     if (next.segment >= 0) b.fetch(next);
@@ -391,12 +450,15 @@ __global__ void __launch_bounds__(backward_most_threads<EXACT>)
     if (now.replays()) {
       thread.replay(b.tokens(now));
     } else {
+      if constexpr (WHOLE > 0)
+        if (values) thread.walk_back_values(b.tokens(now));
       thread.walk_back_tile(b.tokens(now));
       block_barrier(); /* the sums are complete */
       b.store(now);
     }
     now = next;
   }
+  if (WHOLE) thread.store_adjoint(a.p.grad_initial_state);
   block_barrier();
   if (a.p.grad_u_parts.dtype != WKV6_ABSENT)
     for (int i = thread_index(); i < b.width; i += block_threads())
@@ -409,8 +471,7 @@ constexpr int grad_u_warps = 8; /* of a block of the kernel below */
 /* (8): the sum of grad_u_parts over the sequences, in double and in a fixed order. A block has 32 channels of a head, a
  * lane one of them; warp w takes the sequences w, w + 8, .. */
 template <typename real>
-__global__ void __launch_bounds__(grad_u_warps *warp_size) wkv6_grad_u(const __grid_constant__ backward_arguments a) {
-  const wkv6_problem &p = a.p;
+__global__ void __launch_bounds__(grad_u_warps *warp_size) wkv6_grad_u(const __grid_constant__ wkv6_problem p) {
   const unsigned slices = static_cast<unsigned>((p.K + warp_size - 1) / warp_size), lane = thread_index() % warp_size,
                  warp = thread_index() / warp_size;
   const int64_t h = block_index() / slices, channel = static_cast<int64_t>(block_index() % slices) * warp_size + lane;

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Equations (1) and (2) of docs/wkv6.md, token by token, with the state in registers.
+ * Equations (1) and (2) of docs/wkv6.md, token by token, with the state in registers (recurrence.cuh).
  *
  * A block has one head of one sequence and a slice of the value columns. A warp has all rows (key channels), or a part
- * of them where there are more than one warp's worth, and 4 * (32 / LANES) columns; a thread has ROWS rows and 4
- * columns. The sum over rows is a fixed tree: a thread's rows, LANES lanes, row warps.
+ * of them where there are more than one warp's worth, and 4 * (32 / LANES) columns.
  *
  * A tile of tokens goes through: rows as bytes (fetched while the tile before is computed) -> barrier -> r, k, v and
  * decay as real numbers, results of the tile before to memory -> barrier -> the recurrence, which writes its results to
@@ -21,36 +20,33 @@
 #ifndef WKV6_RECURRENT_FORWARD_CUH
 #define WKV6_RECURRENT_FORWARD_CUH
 
-#include "tokens.cuh"
+#include "recurrence.cuh"
 
 struct forward_arguments {
   wkv6_problem p;
-  int tile;                    /* tokens staged at once */
   int row_warps, column_warps; /* warps of a block */
-  int rows, columns;           /* of a block; rows is K rounded up */
   int slices;                  /* blocks a head */
   bool scale_enters, vector_checkpoints;
   raw_rows raw_r, raw_k, raw_w, raw_v;
-  /* Places in shared memory, in reals. [tile][rows]: r, k, decay; [tile][columns]: v; [row_warps][tile][columns]: sums.
-   */
-  int r, k, d, v, out;
-  int rest; /* [rows]: the rest of the decays */
+  tile_numbers at; /* rows is K rounded up */
+  int rest;        /* [rows], in reals: the rest of the decays */
 };
 
 /* Sets the places of a block's shared arrays; returns the bytes it needs. */
 inline int forward_layout(forward_arguments &a, int real_bytes) {
   const wkv6_problem &p = a.p;
-  a.r = 0;
-  a.k = a.r + a.tile * a.rows;
-  a.d = a.k + a.tile * a.rows;
-  a.v = a.d + a.tile * a.rows;
-  a.out = a.v + a.tile * a.columns;
-  a.rest = a.out + a.row_warps * a.tile * a.columns;
-  int at = (a.rest + a.rows) * real_bytes;
-  at = raw_layout(a.raw_r, p.r, p.K, static_cast<int>(p.K), a.tile, (at + 15) / 16 * 16);
-  at = raw_layout(a.raw_k, p.k, p.K, static_cast<int>(p.K), a.tile, at);
-  at = raw_layout(a.raw_w, p.w, p.K, static_cast<int>(p.K), a.tile, at);
-  return raw_layout(a.raw_v, p.v, p.V, a.columns, a.tile, at);
+  tile_numbers &at = a.at;
+  at.r = 0;
+  at.k = at.r + at.tile * at.rows;
+  at.d = at.k + at.tile * at.rows;
+  at.v = at.d + at.tile * at.rows;
+  at.out = at.v + at.tile * at.columns;
+  a.rest = at.out + a.row_warps * at.tile * at.columns;
+  int end = (a.rest + at.rows) * real_bytes;
+  end = raw_layout(a.raw_r, p.r, p.K, static_cast<int>(p.K), at.tile, (end + 15) / 16 * 16);
+  end = raw_layout(a.raw_k, p.k, p.K, static_cast<int>(p.K), at.tile, end);
+  end = raw_layout(a.raw_w, p.w, p.K, static_cast<int>(p.K), at.tile, end);
+  return raw_layout(a.raw_v, p.v, p.V, at.columns, at.tile, end);
 }
 
 template <typename real> struct forward_block {
@@ -71,63 +67,50 @@ template <typename real> struct forward_block {
 
   /* A channel of w, r, k or v a thread, the dearest ones first. */
   WKV6_DEVICE void convert(int count) const {
-    const int rows = a.rows, K = static_cast<int>(p.K);
+    const int rows = a.at.rows, columns = a.at.columns, K = static_cast<int>(p.K);
     const real scale = static_cast<real>(p.scale), of_r = a.scale_enters ? 1 : scale, of_k = a.scale_enters ? scale : 1;
-    for (int i = thread_index(); i < 3 * rows + a.columns; i += block_threads()) {
+    for (int i = thread_index(); i < 3 * rows + columns; i += block_threads()) {
       if (i < rows) {
         real rest = shared[a.rest + i];
-        real *const d = shared + a.d + i;
+        real *const d = shared + a.at.d + i;
         convert_channel<real>(p.w, a.raw_w, i, K, count, false, [&](int t, real w) {
           d[t * rows] = decay_factor(log_decay(w, p), rest);
         });
         shared[a.rest + i] = rest;
       } else if (i < 2 * rows) {
-        real *const r = shared + a.r + i - rows;
+        real *const r = shared + a.at.r + i - rows;
         convert_channel<real>(p.r, a.raw_r, i - rows, K, count, false, [&](int t, real x) { r[t * rows] = of_r * x; });
       } else if (i < 3 * rows) {
-        real *const k = shared + a.k + i - 2 * rows;
+        real *const k = shared + a.at.k + i - 2 * rows;
         convert_channel<real>(
             p.k, a.raw_k, i - 2 * rows, K, count, false, [&](int t, real x) { k[t * rows] = of_k * x; });
       } else {
-        real *const v = shared + a.v + i - 3 * rows;
+        real *const v = shared + a.at.v + i - 3 * rows;
         convert_channel<real>(
-            p.v, a.raw_v, i - 3 * rows, width, count, false, [&](int t, real x) { v[t * a.columns] = x; });
+            p.v, a.raw_v, i - 3 * rows, width, count, false, [&](int t, real x) { v[t * columns] = x; });
       }
     }
   }
 
   /* Results of the tile at token t. */
   WKV6_DEVICE void store(int64_t t, int count) const {
-    if (p.o.dtype == WKV6_ABSENT) return;
-    const int columns = a.columns, c = thread_index() % columns, together = block_threads() / columns;
-    if (c >= width) return;
-    const int64_t step = s.step * p.o.stride[1], at = row_offset(p.o, s, t) + (column + c) * p.o.stride[3];
-    with_element<real>(p.o.dtype, [&](auto type) {
-      auto *const o = static_cast<decltype(type) *>(p.o.data) + at;
-      for (int i = thread_index() / columns; i < count; i += together) {
-        real sum = shared[a.out + i * columns + c];
-        for (int warp = 1; warp < a.row_warps; warp++) sum += shared[a.out + (warp * a.tile + i) * columns + c];
-        round_element(sum, type);
-        store_global(o + i * step, type);
-      }
+    store_rows<real>(p.o, s, t, count, column, a.at.columns, width, [&](int i, int c) {
+      real sum = shared[a.at.out + i * a.at.columns + c];
+      for (int warp = 1; warp < a.row_warps; warp++)
+        sum += shared[a.at.out + (warp * a.at.tile + i) * a.at.columns + c];
+      return sum;
     });
   }
 };
 
-template <typename real, int ROWS, int LANES, bool EXACT> struct forward_thread {
+template <typename real, int ROWS, int LANES, bool EXACT>
+struct forward_thread : recurrence<real, ROWS, 4, LANES, EXACT> {
+  using part = recurrence<real, ROWS, 4, LANES, EXACT>;
+  using part::first_column, part::has, part::row, part::s, part::u;
   const forward_block<real> &b;
-  const unsigned lane = thread_index() % warp_size;
-  const int row_lane = lane % LANES, column_lane = lane / LANES;
-  const int row_warp = EXACT ? 0 : thread_index() / warp_size % b.a.row_warps;
-  const int column_warp = thread_index() / warp_size / (EXACT ? 1 : b.a.row_warps);
-  const int first_row = row_warp * ROWS * LANES + 4 * row_lane; /* then groups of 4 rows, 4 * LANES apart */
-  const int first_column = column_warp * (4 * warp_size / LANES) + 4 * column_lane; /* in the slice */
-  real s[ROWS][4], u[ROWS];
 
-  WKV6_DEVICE explicit forward_thread(const forward_block<real> &block) : b(block) {}
-
-  WKV6_DEVICE int row(int i) const { return first_row + i / 4 * 4 * LANES + i % 4; }
-  WKV6_DEVICE bool has(int i) const { return EXACT || row(i) < b.p.K; }
+  WKV6_DEVICE explicit forward_thread(const forward_block<real> &block)
+      : part(block.shared, block.p.K, block.a.row_warps), b(block) {}
 
   /* Calls use(i, c, offset) for the elements that exist of this thread's part of a state tensor. */
   template <typename function> WKV6_DEVICE void each(const wkv6_tensor &x, function use) const {
@@ -175,7 +158,7 @@ template <typename real, int ROWS, int LANES, bool EXACT> struct forward_thread 
     real *const to = checkpoint<real>(b.p, b.s, c) + b.column + first_column;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      real *const to_row = to + row(i) * b.p.V;
+      real *const to_row = to + row(i) * b.p.checkpoints.stride[2];
       if (!has(i)) continue;
       if (b.a.vector_checkpoints) {
         if (first_column < b.width) store_global_4(to_row, s[i]);
@@ -186,37 +169,6 @@ template <typename real, int ROWS, int LANES, bool EXACT> struct forward_thread 
       }
     }
   }
-
-  /* Token t of the tile. */
-  WKV6_DEVICE void step(int t) {
-    const forward_arguments &a = b.a;
-    real v[4], sum[4] = {0, 0, 0, 0}, bonus = 0;
-    load_shared<4>(b.shared + a.v + t * a.columns + first_column, v);
-#pragma unroll
-    for (int group = 0; group < ROWS; group += 4) {
-      real r[4], k[4], d[4];
-      const int at = t * a.rows + row(group);
-      load_shared<4>(b.shared + a.r + at, r);
-      load_shared<4>(b.shared + a.k + at, k);
-      load_shared<4>(b.shared + a.d + at, d);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        bonus = fma(r[i] * u[group + i], k[i], bonus);
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-          real &state = s[group + i][c];
-          sum[c] = fma(r[i], state, sum[c]);
-          const real next = fma(d[i], state, k[i] * v[c]);
-          state = has(group + i) ? next : real(0);
-        }
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < 4; c++) sum[c] = has(0) ? fma(bonus, v[c], sum[c]) : real(0); /* without rows: 0 * inf */
-    scatter_sum<4, LANES>(sum, row_lane);
-    if (row_lane < 4)
-      b.shared[a.out + (row_warp * a.tile + t) * a.columns + first_column + scattered<4, LANES>(row_lane)] = sum[0];
-  }
 };
 
 constexpr int forward_most_threads = 256; /* so that the registers hold what a thread has */
@@ -225,41 +177,42 @@ template <typename real, int ROWS, int LANES, bool EXACT>
 __global__ void __launch_bounds__(forward_most_threads)
     wkv6_forward_recurrent(const __grid_constant__ forward_arguments a) {
   const unsigned slice = block_index() % a.slices, head = block_index() / a.slices;
-  const int64_t column = static_cast<int64_t>(slice) * a.columns, left = a.p.V - column;
+  const int64_t column = static_cast<int64_t>(slice) * a.at.columns, left = a.p.V - column;
   const forward_block<real> b = {a,
                                  a.p,
                                  sequence_of(a.p, head / a.p.H, head % a.p.H),
                                  column,
-                                 static_cast<int>(left < a.columns ? left : a.columns),
+                                 static_cast<int>(left < a.at.columns ? left : a.at.columns),
                                  reinterpret_cast<real *>(shared_memory())};
   const int64_t length = b.s.length;
-  const auto tokens_at = [&](int64_t t) { return static_cast<int>(length - t < a.tile ? length - t : a.tile); };
+  const auto tokens_at = [&](int64_t t) { return static_cast<int>(length - t < a.at.tile ? length - t : a.at.tile); };
   if (length > 0) b.fetch(0, tokens_at(0));
-  for (int i = thread_index(); i < a.rows; i += block_threads()) b.shared[a.rest + i] = 0; /* read by the same thread */
+  for (int i = thread_index(); i < a.at.rows; i += block_threads())
+    b.shared[a.rest + i] = 0; /* read by the same thread */
   forward_thread<real, ROWS, LANES, EXACT> thread(b);
   thread.load();
   const bool checkpoints = a.p.checkpoints.dtype != WKV6_ABSENT;
   int64_t until_checkpoint = a.p.segment, next_checkpoint = 1;
-  for (int64_t t = 0; t < length; t += a.tile) {
+  for (int64_t t = 0; t < length; t += a.at.tile) {
     const int count = tokens_at(t);
     copy_async_wait();
     block_barrier(); /* this tile's bytes are here, the results of the one before are complete */
-    if (t > 0) b.store(t - a.tile, a.tile);
+    if (t > 0) b.store(t - a.at.tile, a.at.tile);
     b.convert(count);
     block_barrier(); /* this tile's numbers are here, its bytes are no longer needed */
-    if (t + a.tile < length) b.fetch(t + a.tile, tokens_at(t + a.tile));
+    if (t + a.at.tile < length) b.fetch(t + a.at.tile, tokens_at(t + a.at.tile));
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
       if (until_checkpoint-- == 0) {
         if (checkpoints) thread.store_checkpoint(next_checkpoint++);
         until_checkpoint = a.p.segment - 1;
       }
-      thread.step(i);
+      thread.step(a.at, i);
     }
   }
   block_barrier();
   if (length > 0) {
-    const int64_t t = (length - 1) / a.tile * a.tile;
+    const int64_t t = (length - 1) / a.at.tile * a.at.tile;
     b.store(t, tokens_at(t));
   }
   thread.store_final();

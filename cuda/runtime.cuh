@@ -41,6 +41,13 @@ struct device_guard {
   explicit device_guard(int) {}
 };
 
+inline const char *const architectures = "emulated";
+
+inline bool versions(int &runtime, int &driver) {
+  runtime = driver = 0;
+  return true;
+}
+
 inline bool limits(int, int &multiprocessors, int &shared_bytes) {
   multiprocessors = emulation::multiprocessors();
   shared_bytes = static_cast<int>(emulation::most_shared_bytes());
@@ -57,8 +64,30 @@ bool launch(const char *name, uint64_t blocks, int threads, int shared_bytes, vo
 
 #else
 
+#define WKV6_TEXT_OF(...) #__VA_ARGS__
+#define WKV6_TEXT(...) WKV6_TEXT_OF(__VA_ARGS__)
+/* "800,900": compute capabilities 8.0 and 9.0. */
+inline const char *const architectures = WKV6_TEXT(__CUDA_ARCH_LIST__);
+
+/* 1000 * major + 10 * minor of the runtime in this library, and of the newest that the driver can serve; 0 without a
+ * driver. */
+inline bool versions(int &runtime, int &driver) {
+  const cudaError_t status = cudaRuntimeGetVersion(&runtime);
+  return (status == cudaSuccess ? cudaDriverGetVersion(&driver) : status) == cudaSuccess ||
+         fail("the versions of CUDA: %s", cudaGetErrorString(status));
+}
+
 inline bool check(cudaError_t status, const char *what) {
-  return status == cudaSuccess || fail("%s: %s", what, cudaGetErrorString(status));
+  if (status == cudaSuccess) return true;
+  cudaGetLastError(); /* else a later call of somebody else would find this error */
+  int runtime = 0, driver = 0;
+  if (status == cudaErrorInsufficientDriver && versions(runtime, driver)) {
+    const char *const why = driver ? "too old a CUDA driver" : "no CUDA driver";
+    return fail("%s: %s; needed is one for CUDA %d.%d", what, why, runtime / 1000, runtime % 1000 / 10);
+  }
+  if (status == cudaErrorNoKernelImageForDevice)
+    return fail("%s: built for other devices than this (compute capabilities times 100: %s)", what, architectures);
+  return fail("%s: %s", what, cudaGetErrorString(status));
 }
 
 /* Makes `device` the current one for as long as it lives. */

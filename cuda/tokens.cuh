@@ -44,9 +44,10 @@ WKV6_DEVICE int64_t state_offset(const wkv6_tensor &x, const sequence &s, int64_
   return s.n * x.stride[0] + s.h * x.stride[1] + row * x.stride[2] + column * x.stride[3];
 }
 
-/* Start of checkpoint c >= 1 of the sequence, [K][V]. */
+/* Start of checkpoint c >= 1 of the sequence, [K][V], its rows stride[2] apart. */
 template <typename real> WKV6_DEVICE real *checkpoint(const wkv6_problem &p, const sequence &s, int64_t c) {
-  return static_cast<real *>(p.checkpoints.data) + ((s.first / p.segment + c - 1) * p.H + s.h) * p.K * p.V;
+  const wkv6_tensor &x = p.checkpoints;
+  return static_cast<real *>(x.data) + (s.first / p.segment + c - 1) * x.stride[0] + s.h * x.stride[1];
 }
 
 /* Where the rows of one tensor lie in shared memory, `pitch` bytes apart. `vector`: rows can be copied 16 bytes at a
@@ -121,6 +122,23 @@ WKV6_DEVICE void convert_channel(const wkv6_tensor &x, const raw_rows &raw, int 
     for (int i = 0; i < count; i++) {
       const int t = descending ? count - 1 - i : i;
       use(t, real_of<decltype(type), real>(reinterpret_cast<const decltype(type) *>(base + t * raw.pitch)[c]));
+    }
+  });
+}
+
+/* All threads: puts value(i, c) into column `column + c` of token t + i, for i < count and c < width. A multiple of
+ * `columns` threads, of which each has one column. */
+template <typename real, typename function>
+WKV6_DEVICE void store_rows(const wkv6_tensor &to, const sequence &s, int64_t t, int count, int64_t column, int columns,
+                            int width, function value) {
+  const int c = thread_index() % columns, together = block_threads() / columns;
+  if (to.dtype == WKV6_ABSENT || c >= width) return;
+  const int64_t step = s.step * to.stride[1], at = row_offset(to, s, t) + (column + c) * to.stride[3];
+  with_element<real>(to.dtype, [&](auto type) {
+    auto *const first = static_cast<decltype(type) *>(to.data) + at;
+    for (int i = thread_index() / columns; i < count; i += together) {
+      round_element(value(i, c), type);
+      store_global(first + i * step, type);
     }
   });
 }

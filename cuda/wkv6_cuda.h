@@ -5,8 +5,7 @@
  * All tensors of a problem lie on `device`; the kernels are put on `stream` (a cudaStream_t) and the functions return
  * without waiting for them. Nothing is allocated, and the current device is the caller's again on return. Problems are
  * checked (wkv6_check) before they come here. cu_seqlens is read on the device, so it cannot be checked: the kernels
- * clamp it to [0, T]. T, B, H and, for one token or the state alone, K and V may be anything; otherwise K and V may be
- * up to some hundreds (launch.cu), beyond which the status is WKV6_E_SIZE and nothing is launched.
+ * clamp it to [0, T].
  */
 #ifndef WKV6_CUDA_H
 #define WKV6_CUDA_H
@@ -29,11 +28,22 @@ WKV6_CUDA_API wkv6_status wkv6_cuda_backward(const wkv6_problem *p, int device, 
 /* One token (T = 1) on final_state in place. */
 WKV6_CUDA_API wkv6_status wkv6_cuda_step(const wkv6_problem *p, int device, void *stream);
 
-/* final_state and w_sum, any K and V; `scale` is a factor on k. */
+/* final_state and w_sum; `scale` is a factor on k. */
 WKV6_CUDA_API wkv6_status wkv6_cuda_state(const wkv6_problem *p, int device, void *stream);
 
-/* What went wrong in this thread's last call that returned WKV6_E_DEVICE or WKV6_E_SIZE. */
+/* Bytes that p->scratch has to have for the first two: 0 but for heads of some hundreds of channels or more. Without it
+ * their status is WKV6_E_MEMORY. */
+WKV6_CUDA_API size_t wkv6_cuda_scratch_bytes(const wkv6_problem *p);
+
+/* What went wrong in this thread's last call that returned WKV6_E_DEVICE. */
 WKV6_CUDA_API const char *wkv6_cuda_error(void);
+
+/* The devices that the library has code for: compute capabilities times 100, in ascending order, "800,900". */
+WKV6_CUDA_API const char *wkv6_cuda_archs(void);
+
+/* 1000 * major + 10 * minor of the CUDA runtime inside, and of the newest that the driver serves: 0 without a driver.
+ */
+WKV6_CUDA_API wkv6_status wkv6_cuda_versions(int *runtime_version, int *driver_version);
 
 /* sizeof(wkv6_problem) as the library was built: a stale library is noticed before it reads a struct that has changed.
  */

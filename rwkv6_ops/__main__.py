@@ -52,16 +52,26 @@ def cuda() -> Iterator[tuple[str, str]]:
     """Names and values: the CUDA library, the driver and the devices."""
     library = Path(_native.__file__).with_name("librwkv6_cuda.so")
     if library.exists():
-        yield "CUDA library", f"{library.name}, {library.stat().st_size / 1e6:.1f} MB"
+        yield "CUDA library", f"{library.name}, {library.stat().st_size / 1e6:.1f} MB, {built_for()}"
     else:
         yield "CUDA library", "absent: this build has kernels for the CPU only"
     if not torch.cuda.is_available():
         yield "CUDA devices", "none that torch sees"
         return
-    yield "CUDA driver", str(torch._C._cuda_getDriverVersion())
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
         yield f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}"
+
+
+def built_for() -> str:
+    """What the CUDA library says of itself and of the driver that it meets."""
+    try:
+        architectures, runtime, driver = _native.cuda_library()
+    except RuntimeError as error:
+        return str(error)
+    names = " ".join(f"sm_{int(number) // 10}" for number in architectures.split(","))
+    runtime, driver = (f"{version // 1000}.{version % 1000 // 10}" for version in (runtime, driver))
+    return f"for {names}; CUDA {runtime}, " + ("no driver" if driver == "0.0" else f"driver for CUDA {driver}")
 
 
 def kernels(B: int, T: int, H: int, K: int, V: int, dtype: str) -> Iterator[tuple[str, str]]:

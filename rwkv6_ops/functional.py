@@ -87,8 +87,7 @@ def wkv6(
     RuntimeError
         A second derivative was asked for; or tensors on CUDA, without a driver or in a build without CUDA kernels.
     NotImplementedError
-        A forward-mode derivative was asked for, or ``torch.func.vmap`` over `cu_seqlens`; K or V beyond what the CUDA
-        kernels hold (docs/cuda.md).
+        A forward-mode derivative was asked for, or ``torch.func.vmap`` over `cu_seqlens`.
 
     Notes
     -----

@@ -184,6 +184,8 @@ _HEAD_SIZES = [
         *((64, 64, 1, 1, False, False), (100, 100, 33, 2, True, True), (128, 128, 65, 2, False, False)),
         *((256, 256, 17, 2, False, True), (256, 256, 500, 1, True, False), (288, 16, 500, 1, False, True)),
         *((5, 288, 31, 1, False, True), (64, 1, 31, 2, True, True), (1, 64, 31, 2, False, True)),
+        # more channels than a block of the CUDA kernels holds
+        *((520, 8, 17, 2, False, True), (8, 800, 17, 1, True, True), (600, 600, 5, 1, False, False)),
     )
 ]
 _DECAYS = [
@@ -206,6 +208,7 @@ _DTYPES = [
         *(("bf16 bf16 bf16 f32 f32", 32, 32, True), ("f32 bf16 f16 bf16 f16", 16, 7, False)),
         *(("f16 f32 bf16 f16 bf16", 8, 8, True), ("bf16 f16 f32 bf16 f32", 60, 60, False)),
         *(("f64 f64 f64 f64 f64", 64, 64, False), ("f64 f64 f64 f64 f64", 3, 5, True)),
+        *(("bf16 f16 bf16 f32 bf16", 530, 3, True), ("f64 f64 f64 f64 f64", 3, 400, False)),
     )
 ]
 _LAYOUTS = [

@@ -30,6 +30,14 @@ STRUCTS = [
         [(name, name) for name in ("data", "device", "ndim", "dtype", "shape", "strides", "byte_offset")],
     ),
     (
+        "dl_managed",
+        "DLManagedTensorVersioned",
+        [
+            *(("version", "version"), ("owner", "manager_ctx"), ("deleter", "deleter")),
+            *(("flags", "flags"), ("tensor", "dl_tensor")),
+        ],
+    ),
+    (
         "dl_header",
         "DLPackExchangeAPIHeader",
         [("major", "version.major"), ("minor", "version.minor"), ("previous", "prev_api")],

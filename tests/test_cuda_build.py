@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import rwkv6_ops
+
 ROOT = Path(__file__).parent.parent
 NVCC = shutil.which("nvcc", path=os.path.join(os.environ["CUDA_HOME"], "bin") if "CUDA_HOME" in os.environ else None)
 ARCHITECTURE = os.environ.get("RWKV6_OPS_TEST_ARCH", "80")
@@ -26,15 +28,19 @@ BUDGETS = {
     "wkv6_forward_recurrentIfLi8ELi4ELb1EE": (128, 64, 8),  # K = 32
     "wkv6_forward_recurrentIfLi8ELi8ELb1EE": (128, 128, 4),  # K = 64
     "wkv6_forward_recurrentIfLi8ELi16ELb1EE": (128, 256, 2),  # K = 128
-    "wkv6_forward_recurrentIfLi8ELi8ELb0EE": (152, 128, 3),  # any other K
+    "wkv6_forward_recurrentIfLi8ELi8ELb0EE": (128, 128, 4),  # any other K
     "wkv6_forward_recurrentIdLi4ELi16ELb0EE": (192, 256, 1),  # float64
-    "wkv6_backward_recurrentIfLi8ELi4ELi8ELi2ELb1EE": (248, 64, 4),  # V = 32
-    "wkv6_backward_recurrentIfLi8ELi8ELi8ELi2ELb1EE": (248, 256, 1),  # V = 64
-    "wkv6_backward_recurrentIfLi8ELi16ELi8ELi2ELb1EE": (248, 256, 1),  # V = 128
-    "wkv6_backward_recurrentIfLi8ELi8ELi2ELi2ELb0EE": (168, 256, 1),  # any other V
-    "wkv6_backward_recurrentIdLi4ELi16ELi2ELi2ELb0EE": (168, 256, 1),  # float64
+    "wkv6_backward_recurrentIfLi8ELi4ELi8ELi2ELb1ELi0EE": (248, 64, 4),  # V = 32
+    "wkv6_backward_recurrentIfLi8ELi4ELi8ELi2ELb1ELi4EE": (255, 64, 4),  # K = V = 32, dv too
+    "wkv6_backward_recurrentIfLi8ELi8ELi8ELi2ELb1ELi0EE": (248, 256, 1),  # V = 64
+    "wkv6_backward_recurrentIfLi8ELi8ELi8ELi2ELb1ELi8EE": (255, 256, 1),  # K = V = 64, dv too
+    "wkv6_backward_recurrentIfLi8ELi16ELi8ELi2ELb1ELi0EE": (248, 256, 1),  # V = 128
+    "wkv6_backward_recurrentIfLi8ELi8ELi2ELi2ELb0ELi0EE": (168, 256, 1),  # any other V
+    "wkv6_backward_recurrentIdLi4ELi16ELi2ELi2ELb0ELi0EE": (168, 256, 1),  # float64
     "wkv6_step_recurrentIfE": (48, 256, 5),
     "wkv6_step_recurrentIdE": (56, 256, 4),
+    "wkv6_sum_partsIfE": (40, 256, 6),
+    "wkv6_sum_partsIdE": (40, 256, 6),
     "wkv6_grad_uIfE": (40, 256, 6),
     "wkv6_grad_uIdE": (40, 256, 6),
     # Chunk kernels: K, operands (0 bf16, 1 tf32, 2 split), tiles a warp.
@@ -145,17 +151,44 @@ def test_library_exports_its_c_api_and_nothing_else(library: tuple[Path, str]):
         pytest.skip("no nm: the library's symbols were not looked at")
     symbols = subprocess.run(["nm", "-D", "--defined-only", library[0]], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in symbols.stdout.splitlines()}
-    api = {"forward", "backward", "step", "state", "error", "problem_bytes"}
+    api = {"forward", "backward", "step", "state", "scratch_bytes", "error", "archs", "versions", "problem_bytes"}
     assert {name for name in names if "wkv6" in name} == {f"wkv6_cuda_{name}" for name in api}
+
+
+WITHOUT_A_DRIVER = """
+import sys, torch, rwkv6_ops
+from rwkv6_ops import _native
+_native.use_cuda_emulation(sys.argv[1])  # tensors of the CPU will do: nothing gets as far as to read them
+x, u = torch.zeros(1, 3, 1, 4, requires_grad=True), torch.zeros(1, 4)
+calls = (
+    lambda: rwkv6_ops.wkv6(x, x, x, x, u),
+    lambda: rwkv6_ops.wkv6_step_(*(x.detach()[:, 0],) * 4, u, torch.zeros(1, 1, 4, 4)),
+    lambda: rwkv6_ops.wkv6(*(x.detach().expand(1, 3, 1, 4),) * 4, u),
+)
+for call in calls:
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA driver: its absence was not tried")
 def test_without_a_driver_a_call_is_an_error_not_a_crash(library: tuple[Path, str], python: Callable):
-    run = python(
-        "import ctypes, sys; cuda = ctypes.CDLL(sys.argv[1]); cuda.wkv6_cuda_error.restype = ctypes.c_char_p;"
-        "problem = ctypes.create_string_buffer(cuda.wkv6_cuda_problem_bytes());"
-        "print(cuda.wkv6_cuda_step(problem, 0, None), cuda.wkv6_cuda_error().decode())",
-        str(library[0]),
-    )
-    assert run.stdout.startswith("4 cudaGetDevice: "), run.stdout + run.stderr
-    assert "driver" in run.stdout
+    run = python(WITHOUT_A_DRIVER, str(library[0]))
+    assert run.returncode == 0, run.stderr
+    message = r"rwkv6_ops on CUDA: cudaGetDevice: no CUDA driver; needed is one for CUDA \d+\.\d\n"
+    assert re.fullmatch(f"({message}){{3}}", run.stdout), run.stdout
+
+
+def test_the_report_tells_what_the_library_was_built_for(library: tuple[Path, str], python: Callable, tmp_path: Path):
+    """In a copy of the package with the library beside the extension, where the extension looks for it."""
+    shutil.copytree(Path(rwkv6_ops.__file__).parent, tmp_path / "copy" / "rwkv6_ops")
+    shutil.copy(library[0], tmp_path / "copy" / "rwkv6_ops" / "librwkv6_cuda.so")
+    start = "import runpy, sys; sys.path.insert(0, 'copy'); sys.argv = ['rwkv6_ops']"
+    code = f"{start}; runpy.run_module('rwkv6_ops', run_name='__main__')"
+    run = python(code)
+    assert run.returncode == 0, run.stderr
+    driver = r"driver for CUDA \d+\.\d" if torch.cuda.is_available() else "no driver"
+    wanted = rf"CUDA library +librwkv6_cuda.so, \d+\.\d MB, for sm_{ARCHITECTURE}; CUDA \d+\.\d, {driver}\n"
+    assert re.search(wanted, run.stdout), run.stdout

@@ -78,8 +78,12 @@ def test_forward_moves_each_input_and_output_once(counter: Callable[[str, str], 
     assert moved <= 1.1 * least, f"{moved / least:.3f} times the least"
 
 
-def test_backward_moves_little_more_than_once(counter: Callable[[str, str], int], emulation: ctypes.CDLL):
-    """dr, dk, dw and du are one kernel and dv another: r, k, w, do and d(final_state) are read twice, 1.254 in all."""
+@pytest.mark.parametrize(("multiprocessors", "most"), [(4, 1.01), (132, 2.65)])
+def test_backward_moves_little_more_than_once(
+    multiprocessors: int, most: float, counter: Callable[[str, str], int], emulation: ctypes.CDLL
+):
+    """Where a block has all of a head. Of these 8 heads 132 multiprocessors get parts, and all columns of each part."""
+    emulation.wkv6_emulation_set(b"multiprocessors", multiprocessors)
     p = large()
     leaves = [x.requires_grad_() for x in inputs(p)]
     o, final_state = call(rwkv6_ops.wkv6, p, leaves)
@@ -88,7 +92,7 @@ def test_backward_moves_little_more_than_once(counter: Callable[[str, str], int]
     least = 2 * bytes_of(p.r, p.k, p.v, p.w) + bytes_of(p.grad_o, p.grad_final_state) + checkpoint_bytes(p)
     kernels = (BACKWARD, FORWARD, "wkv6_grad_u")
     moved = sum(counter(kernel, f"global_{way}") for kernel in kernels for way in ("read", "written"))
-    assert moved <= 1.26 * least, f"{moved / least:.3f} times the least"
+    assert moved <= most * least, f"{moved / least:.3f} times the least"
 
 
 @pytest.mark.parametrize("precision", ["fast", "default"])
@@ -170,12 +174,12 @@ def test_results_do_not_depend_on_the_order_of_threads(order: int, emulation: ct
     assert all(torch.equal(got.gradients[name], want.gradients[name]) for name in NAMES)
 
 
-def test_more_channels_than_a_block_holds_are_refused_by_name(emulation: ctypes.CDLL):
-    wide_key, wide_value = make(Case("wide K", T=2, H=1, K=600, V=1)), make(Case("wide V", T=2, H=1, K=1, V=800))
-    with pytest.raises(NotImplementedError, match=r"^K: 600, at most 512 on CUDA$"):
-        call(rwkv6_ops.wkv6, wide_key, inputs(wide_key))
-    with pytest.raises(NotImplementedError, match=r"^V: 800, at most 768 on CUDA$"):
-        answer(rwkv6_ops.wkv6, wide_value)
+def test_scratch_that_is_not_to_be_had_is_a_memory_error(emulation: ctypes.CDLL):
+    """Each 512 keys have an o of their own there; all these keys are views of one."""
+    K, zero = 1 << 55, torch.zeros(())
+    r, u, v = zero.expand(1, 2, 1, K), zero.expand(1, K), torch.zeros(1, 2, 1, 1)
+    with pytest.raises(MemoryError, match=f"^rwkv6_ops on CUDA: {K // 512 * 2 * 4} bytes of scratch: "):
+        _native.forward(r, r, v, r, u, None, torch.empty_like(v), None, None, None, None, 1.0, 0, SEGMENT)
 
 
 def test_a_device_with_too_little_shared_memory_is_an_error_not_a_crash(emulation: ctypes.CDLL):

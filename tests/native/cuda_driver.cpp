@@ -29,7 +29,8 @@ struct problem {
   const char *dtypes;  /* of r, k, v, w, u and state: f, b, h or d each */
   const char *options; /* r reverse, w raw decay, i initial state, s strided, o only do, f only d(final_state), - none
                           of du; c chunk kernels, F precision "fast", E "exact", S spans; R, K, V, W, D a NaN in one
-                          token of r, k, v, w or do, with I an infinity */
+                          token of r, k, v, w or do, with I an infinity; x infinities in k and v of token 1, and all
+                          else positive, so that they stay what they are */
   vector<int64_t> cu_seqlens;
   int64_t multiprocessors;
 };
@@ -155,9 +156,9 @@ void compare(const problem &q, const char *what, const tensor &got, truth &want)
       for (int64_t c = 0; c < got.shape[2]; c++)
         for (int64_t d = 0; d < got.shape[3]; d++) {
           const double x = got(a, b, c, d), y = want(a, b, c, d);
-          if (x == y && std::isinf(y)) continue; /* the sum of log decays that forget everything */
+          if ((x == y && std::isinf(y)) || (x != x && y != y)) continue;
           if (std::isfinite(x) != std::isfinite(y)) (std::isfinite(y) ? spoilt : hidden)++;
-          if (!std::isfinite(y)) continue;
+          if (!std::isfinite(y) && !has(q, 'x')) continue;
           difference += (x - y) * (x - y);
           size += y * y;
         }
@@ -193,16 +194,19 @@ void run(const problem &q) {
   r.make(keys, dtype_of(q.dtypes[0]), strided), k.make(keys, dtype_of(q.dtypes[1]), strided),
       v.make(values, dtype_of(q.dtypes[2]), strided);
   w.make(keys, dtype_of(q.dtypes[3]), strided), u.make({q.H, q.K}, dtype_of(q.dtypes[4]), strided);
-  for (tensor *x : {&r, &k, &v, &u}) x->fill(normal);
+  const auto normal_or_positive = [&] { return has(q, 'x') ? std::fabs(normal()) + 0.1 : normal(); };
+  for (tensor *x : {&r, &k, &v, &u}) x->fill(normal_or_positive);
+  if (has(q, 'x'))
+    put(k.buffer, k.at(0, 1, 0, 0), k.t.dtype, INFINITY), put(v.buffer, v.at(0, 1, 0, 0), v.t.dtype, INFINITY);
   w.fill([&] {
     const double kind = uniform(), x = normal();
     if (raw) return kind < 0.1 ? 90.0 : kind < 0.2 ? -12.0 : x; /* exp(90) is inf in float */
     return kind < 0.1 ? -INFINITY : kind < 0.2 ? 0.0 : -std::exp(kind < 0.3 ? 4 * x : x);
   });
-  if (has(q, 'i')) s0.make(states, dtype_of(q.dtypes[5]), strided), s0.fill(normal);
+  if (has(q, 'i')) s0.make(states, dtype_of(q.dtypes[5]), strided), s0.fill(normal_or_positive);
   o.make(values, v.t.dtype, strided), s1.make(states, real, strided);
-  if (!has(q, 'f')) go.make(values, v.t.dtype, strided), go.fill(normal);
-  if (!has(q, 'o')) gs1.make(states, real, strided), gs1.fill(normal);
+  if (!has(q, 'f')) go.make(values, v.t.dtype, strided), go.fill(normal_or_positive);
+  if (!has(q, 'o')) gs1.make(states, real, strided), gs1.fill(normal_or_positive);
   checkpoints.make({q.B * q.T / q.segment, q.H, q.K, q.V}, real, false);
   gr.make(keys, r.t.dtype, strided), gk.make(keys, k.t.dtype, strided), gv.make(values, v.t.dtype, strided),
       gw.make(keys, w.t.dtype, strided);
@@ -229,6 +233,8 @@ void run(const problem &q) {
   }
   p.r = r.t, p.k = k.t, p.v = v.t, p.w = w.t, p.u = u.t, p.initial_state = s0.t, p.o = o.t, p.final_state = s1.t,
   p.checkpoints = checkpoints.t;
+  vector<char> scratch(wkv6_cuda_scratch_bytes(&p), '\xff'); /* NaN */
+  p.scratch = scratch.data();
   must(q, "forward", wkv6_cuda_forward(&p, 0, nullptr));
   wkv6_problem state = p;
   state.r = state.u = state.o = state.checkpoints = {};
@@ -237,6 +243,8 @@ void run(const problem &q) {
   p.grad_o = go.t, p.grad_final_state = gs1.t, p.grad_r = gr.t, p.grad_k = gk.t, p.grad_v = gv.t, p.grad_w = gw.t,
   p.grad_u = gu.t;
   p.grad_initial_state = gs0.t, p.grad_u_parts = parts.t;
+  scratch.assign(wkv6_cuda_scratch_bytes(&p), '\xff');
+  p.scratch = scratch.data();
   must(q, "backward", wkv6_cuda_backward(&p, 0, nullptr));
 
   /* Equations (1) to (8) as they stand, the states of a sequence all kept. */
@@ -294,7 +302,8 @@ void run(const problem &q) {
             grad_w += d * g * before;
             g = d * g + R * y;
           }
-          tw(b, token(t), h, i) = raw ? (d == 0 ? 0 : grad_w * lw) : grad_w;
+          const bool nothing = d == 0 && (raw || !has(q, 'c')); /* in chunks NaN passes through a log decay of -inf */
+          tw(b, token(t), h, i) = nothing ? 0 : raw ? grad_w * lw : grad_w;
         }
       }
       for (int64_t i = 0; i < q.K; i++)
@@ -321,6 +330,14 @@ vector<problem> problems() {
       {"wide", 1, 9, 1, 70, 150, 4, "bfhfbh", "ri", {}, 1},
       {"double", 1, 21, 2, 6, 9, 8, "dddddd", "i", {}, 4},
       {"double wide", 1, 7, 1, 66, 70, 4, "dddddd", "wr", {}, 1},
+      /* more channels than a block holds */
+      {"many keys", 1, 3, 1, 520, 3, 2, "bfhbbf", "wi", {}, 4},
+      {"many values", 1, 3, 1, 3, 800, 2, "fffbff", "ri", {}, 4},
+      {"many keys, double", 1, 3, 2, 1030, 2, 2, "dddddd", "i", {}, 4},
+      {"many values, double", 1, 3, 2, 2, 390, 2, "dddddd", "wi", {0, 1, 3}, 4},
+      /* infinities, with rows and columns to fill up a warp */
+      {"infinite", 1, 6, 1, 5, 7, 4, "ffffff", "ix-", {}, 4},
+      {"infinite, double", 1, 6, 1, 5, 7, 4, "dddddd", "ix-", {}, 4},
       /* layouts and sequences */
       {"strided", 2, 20, 2, 32, 64, 16, "fbfbff", "sri", {}, 4},
       {"strided double", 2, 9, 2, 3, 5, 4, "dddddd", "swi", {}, 4},
