@@ -39,6 +39,8 @@ BUDGETS = {
     "wkv6_backward_recurrentIdLi4ELi16ELi2ELi2ELb0ELi0EE": (168, 256, 1),  # float64
     "wkv6_step_recurrentIfE": (48, 256, 5),
     "wkv6_step_recurrentIdE": (56, 256, 4),
+    "wkv6_state_recurrentIfE": (80, 128, 6),
+    "wkv6_state_recurrentIdE": (128, 128, 4),
     "wkv6_sum_partsIfE": (40, 256, 6),
     "wkv6_sum_partsIdE": (40, 256, 6),
     "wkv6_grad_uIfE": (40, 256, 6),

@@ -176,10 +176,11 @@ def test_results_do_not_depend_on_the_order_of_threads(order: int, emulation: ct
 
 def test_scratch_that_is_not_to_be_had_is_a_memory_error(emulation: ctypes.CDLL):
     """Each 512 keys have an o of their own there; all these keys are views of one."""
-    K, zero = 1 << 55, torch.zeros(())
-    r, u, v = zero.expand(1, 2, 1, K), zero.expand(1, K), torch.zeros(1, 2, 1, 1)
-    with pytest.raises(MemoryError, match=f"^rwkv6_ops on CUDA: {K // 512 * 2 * 4} bytes of scratch: "):
-        _native.forward(r, r, v, r, u, None, torch.empty_like(v), None, None, None, None, 1.0, 0, SEGMENT)
+    B, K, zero = 1 << 20, 1 << 37, torch.zeros(())
+    r, u, v = zero.expand(B, 2, 1, K), zero.expand(1, K), zero.expand(B, 2, 1, 1)
+    o = torch.empty(B, 2, 1, 1)
+    with pytest.raises(MemoryError, match=f"^rwkv6_ops on CUDA: {K // 512 * o.numel() * 4} bytes of scratch: "):
+        _native.forward(r, r, v, r, u, None, o, None, None, None, None, 1.0, 0, SEGMENT)
 
 
 def test_a_device_with_too_little_shared_memory_is_an_error_not_a_crash(emulation: ctypes.CDLL):
