@@ -108,7 +108,7 @@ def _empty_contiguous(x: Tensor) -> Tensor:
 def _allocate_final_state(r, v, initial_state, cu_seqlens) -> Tensor:
     # empty_like takes half the time of new_empty. Where the initial state is double, everything is.
     if initial_state is not None and ((dtype := initial_state.dtype) is _SINGLE or dtype is _DOUBLE):
-        return _empty_like(initial_state)
+        return _empty_contiguous(initial_state)
     return r.new_empty(_state_shape(r, v, cu_seqlens), dtype=_state_dtype(r))
 
 
