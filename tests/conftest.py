@@ -61,15 +61,29 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         _native.use_isa(previous)
 
 
-@pytest.fixture(params=_DEVICES)
-def cuda_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run the test with CUDA's chunk kernels where it asks for no algorithm, and with their tolerances."""
+def _take_chunks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.CHUNK)
     for tolerances in (cases.FORWARD_TOLERANCE, cases.GRADIENT_TOLERANCE):
         for what, tolerance in cases.CUDA_CHUNK_TOLERANCE.items():
             monkeypatch.setitem(tolerances, what, tolerance)
+
+
+@pytest.fixture(params=_DEVICES)
+def cuda_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run the test with CUDA's chunk kernels where it asks for no algorithm, and with their tolerances."""
+    _take_chunks_on_cuda(monkeypatch)
     with _on_cuda(request.param, request):
         yield request.param
+
+
+@pytest.fixture(params=["recurrent", "chunk"])
+def cuda_algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test of CUDA alone with both algorithms, where it asks for none."""
+    if request.param == "chunk":
+        _take_chunks_on_cuda(monkeypatch)
+    else:
+        monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.RECURRENT)
+    return request.param
 
 
 @pytest.fixture(scope="session")
