@@ -589,7 +589,8 @@ static int module_exec(PyObject *module) {
       PyModule_AddIntConstant(module, "CHUNK", WKV6_CHUNK) || PyModule_AddIntConstant(module, "FAST", WKV6_FAST) ||
       PyModule_AddIntConstant(module, "EXACT", WKV6_EXACT) || PyModule_AddIntConstant(module, "WHOLE", WKV6_WHOLE) ||
       PyModule_AddIntConstant(module, "SPANS", WKV6_SPANS) ||
-      PyModule_AddIntConstant(module, "CHUNK_FROM_TOKENS", WKV6_CHUNK_FROM_TOKENS))
+      PyModule_AddIntConstant(module, "CHUNK_FROM_TOKENS", WKV6_CHUNK_FROM_TOKENS) ||
+      PyModule_AddIntConstant(module, "CUDA_CHUNK_FROM_TOKENS", WKV6_CUDA_CHUNK_FROM_TOKENS))
     return -1;
   return PyModule_AddIntConstant(module, "uses_torch_threads", wkv6_parallel_init());
 }

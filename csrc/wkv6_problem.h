@@ -28,6 +28,10 @@ enum {
   WKV6_SPANS = 128,   /* one for each segment of it; neither: what launch_chunk.cuh expects to be faster */
 };
 
+/* Where the caller leaves the algorithm open, sequences shorter than this go to CUDA's recurrent kernels: two of its
+ * chunks take about as long as the tokens of one by themselves. */
+#define WKV6_CUDA_CHUNK_FROM_TOKENS 32
+
 typedef enum wkv6_status {
   WKV6_OK = 0,
   WKV6_E_DTYPE,      /* a dtype that the problem does not allow where it stands */

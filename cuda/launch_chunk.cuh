@@ -12,16 +12,12 @@ namespace chunks {
 
 inline bool has_instance(int64_t size) { return size == 32 || size == 64 || size == 128; }
 
-/* Where the caller leaves it open, short sequences go to the recurrent kernels: two chunks take about as long as the
- * tokens of one by themselves. */
-constexpr int64_t fewest_tokens = 32;
-
 /* Everything else is for the recurrent kernels. */
 inline bool take(const wkv6_problem &p) {
   const bool open = !(p.flags & (WKV6_RECURRENT | WKV6_CHUNK));
   const bool segments = p.checkpoints.dtype == WKV6_ABSENT || p.segment % chunk_tokens == 0;
   return !(p.flags & WKV6_RECURRENT) && !wkv6_is_double(&p) && has_instance(p.K) && has_instance(p.V) && segments &&
-         (!open || p.T >= fewest_tokens);
+         (!open || p.T >= WKV6_CUDA_CHUNK_FROM_TOKENS);
 }
 
 /* What precision a problem asks for. Inputs of 16 bits are exact in tf32, so only their products are rounded. */

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import rwkv6_ops
-from rwkv6_ops import _native
+from rwkv6_ops import _native, _ops
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -75,14 +75,16 @@ def built_for() -> str:
 
 
 def kernels(B: int, T: int, H: int, K: int, V: int, dtype: str) -> Iterator[tuple[str, str]]:
-    """Names and values: what a call with that shape runs on the CPU."""
+    """Names and values: what a call with that shape runs."""
     computed = "float64" if dtype == "float64" else "float32"
     chunk_from = _native.CHUNK_FROM_TOKENS
     algorithm = "chunk" if chunk_from <= T else "recurrent"
     yield "shape", f"B {B}, T {T}, H {H}, K {K}, V {V}, {dtype}"
     yield "CPU kernels", f"{algorithm}, {_native.isa()}, computing in {computed}"
+    by_chunks = T >= _native.CUDA_CHUNK_FROM_TOKENS and {K, V} <= set(_ops.CUDA_CHUNK_SIZES) and computed == "float32"
+    yield "CUDA kernels", "chunk" if by_chunks else "recurrent"
     yield "units of work", f"{B * H} (sequence, head) for {torch.get_num_threads()} threads"
-    saved = B * T // rwkv6_ops._ops.CHECKPOINT["cpu"] * H * K * V * (8 if computed == "float64" else 4)
+    saved = B * T // _ops.CHECKPOINT["cpu"] * H * K * V * (8 if computed == "float64" else 4)
     yield "saved for backward", f"{saved / 1e6:.1f} MB of states, beyond the inputs"
 
 

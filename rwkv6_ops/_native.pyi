@@ -12,6 +12,7 @@ EXACT: int
 WHOLE: int
 SPANS: int
 CHUNK_FROM_TOKENS: int
+CUDA_CHUNK_FROM_TOKENS: int
 uses_torch_threads: int
 
 def forward(

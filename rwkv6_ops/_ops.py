@@ -19,7 +19,7 @@ from . import _native
 # (0: save none), so that no graph compiled with one value meets a library with another.
 CHECKPOINT = {"cpu": 64, "cuda": 16}
 CHUNK_CHECKPOINT = {"cpu": 64, "cuda": 64}
-_CUDA_CHUNK_SIZES = (32, 64, 128)  # K and V of CUDA's chunk kernels; others take the recurrent ones
+CUDA_CHUNK_SIZES = (32, 64, 128)  # K and V of CUDA's chunk kernels; others take the recurrent ones
 
 # Where long sequences may be cut into spans, and up to how many (sequence, head) pairs there is any use in it: scratch
 # is allocated for them, and the C core chooses.
@@ -66,7 +66,7 @@ _PRECISIONS = {"default": 0, "fast": _native.FAST, "exact": _native.EXACT}
 
 
 def _checkpoint(r: Tensor, v: Tensor, algorithm: str) -> int:
-    by_chunks = algorithm != "recurrent" and r.shape[3] in _CUDA_CHUNK_SIZES and v.shape[3] in _CUDA_CHUNK_SIZES
+    by_chunks = algorithm != "recurrent" and r.shape[3] in CUDA_CHUNK_SIZES and v.shape[3] in CUDA_CHUNK_SIZES
     distances = CHUNK_CHECKPOINT if by_chunks and r.dtype is not torch.float64 else CHECKPOINT
     return distances.get(r.device.type, distances["cpu"])  # tensors on the meta device have shapes alone
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import rwkv6_ops
@@ -37,6 +38,12 @@ def test_it_names_versions_instruction_sets_threads_and_kernels():
     assert "torch's pool" in lines["threads"]
     assert "CUDA library" in lines
     assert f"{isa}, computing in float32" in lines["CPU kernels"]
+    assert lines["CUDA kernels"] == "chunk"
+
+
+@pytest.mark.parametrize("arguments", ["2 31 8 64 64", "2 512 8 64 60", "2 512 8 64 64 --dtype float64"])
+def test_it_tells_where_cuda_has_no_chunk_kernels(arguments: str):
+    assert "CUDA kernels        recurrent" in report(*arguments.split()).stdout
 
 
 def test_it_wants_five_sizes():
