@@ -40,7 +40,7 @@ template <int K, operand P> bool launch_states(chunk_forward_arguments a, const 
 }
 
 template <int K, operand P> bool launch_forward_instance(const wkv6_problem &p, const place &where) {
-  constexpr int tiles = K == 32 ? 1 : 2, threads = K / channels_of_block / tiles * warp_size;
+  constexpr int tiles = K == 64 ? 2 : 1, threads = K / channels_of_block / tiles * warp_size;
   using at_shared = chunk_forward_shared<K, P, tiles>;
   const bool reverse = p.flags & WKV6_REVERSE;
   chunk_forward_arguments a = {};
