@@ -61,7 +61,15 @@ const wkv6_cuda_library *wkv6_cuda_library_open(const char **why) {
 
 int wkv6_cuda_emulate(const char *path, const char **why) {
   *why = emulation.error;
-  if (path && !emulation.handle && open_at(&emulation, path)) return -1;
+  if (path) {
+    opened next = {0};
+    if (open_at(&next, path)) {
+      memcpy(emulation.error, next.error, sizeof next.error);
+      return -1;
+    }
+    if (emulation.handle) dlclose(emulation.handle);
+    emulation = next;
+  }
   emulating = path != NULL;
   return 0;
 }
