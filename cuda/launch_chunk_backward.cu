@@ -99,7 +99,6 @@ bool launch_sizes(const chunk_backward_arguments &a, bool fast, bool exact_input
     return fast           ? launch_instance<64, 64, bf16, bf16, true>(a, where)
            : exact_inputs ? launch_instance<64, 64, split, bf16, true>(a, where)
                           : launch_instance<64, 64, split, split, true>(a, where);
-  if (V == 128) return launch_instance<32, 128, split, split, false>(a, where);
   if (K == 32)
     return V == 32 ? launch_instance<32, 32, split, split, true>(a, where)
                    : launch_instance<32, 64, split, split, false>(a, where);
@@ -108,8 +107,7 @@ bool launch_sizes(const chunk_backward_arguments &a, bool fast, bool exact_input
                  : launch_instance<64, 64, split, split, false>(a, where);
 }
 
-/* Key channels of a block: with V = 128 the states of 32 fill shared memory. */
-int64_t slices_of(const wkv6_problem &p) { return p.V == 128 ? p.K / 32 : p.K == 128 ? 2 : 1; }
+int64_t slices_of(const wkv6_problem &p) { return p.K == 128 ? 2 : 1; }
 
 } // namespace
 
