@@ -73,7 +73,6 @@ BUDGETS = {
     "wkv6_backward_chunkILi64ELi64EL7operand2ELS0_2ELb0EE": (255, 128, 2),
     "wkv6_adjoint_chunkILi32ELi32EL7operand2EE": (128, 64, 8),
     "wkv6_adjoint_chunkILi32ELi64EL7operand2EE": (128, 64, 8),
-    "wkv6_adjoint_chunkILi32ELi128EL7operand2EE": (168, 64, 6),
     "wkv6_adjoint_chunkILi64ELi32EL7operand2EE": (128, 128, 4),
     "wkv6_adjoint_chunkILi64ELi64EL7operand2EE": (128, 128, 4),
     "wkv6_scan_adjoints": (48, 256, 5),
