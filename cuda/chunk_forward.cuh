@@ -415,29 +415,28 @@ template <int K, operand P, int TILES> struct chunk_forward_block {
   }
 };
 
-template <int K, operand P, int TILES>
-__global__ void __launch_bounds__(chunk_threads<K, TILES>, chunk_blocks<K, TILES>)
-    wkv6_forward_chunk(const __grid_constant__ chunk_forward_arguments a) {
+template <int K, operand P, int TILES, bool STATE> WKV6_DEVICE void run_block(const chunk_forward_arguments &a) {
   const unsigned slice = block_index() % a.slices, of_head = block_index() / a.slices;
   const int span = static_cast<int>(of_head % a.spans);
   const unsigned heads = static_cast<unsigned>(a.p.H), head = of_head / a.spans;
   const sequence s = sequence_of(a.p, head / heads, head % heads);
   const int64_t begin = span * a.span, end = s.length - begin < a.span ? s.length : begin + a.span;
-  if (span > 0 && begin >= s.length) return; /* the first span of an empty sequence has its final state to write */
-  chunk_forward_block<K, P, TILES>(a, s, static_cast<int64_t>(slice) * K, span, begin, end).template run<false>();
+  if (STATE && end >= s.length) return;                /* nobody goes on from the last one's */
+  if (!STATE && span > 0 && begin >= s.length) return; /* an empty sequence has its final state to write */
+  chunk_forward_block<K, P, TILES>(a, s, static_cast<int64_t>(slice) * K, span, begin, end).template run<STATE>();
+}
+
+template <int K, operand P, int TILES>
+__global__ void __launch_bounds__(chunk_threads<K, TILES>, chunk_blocks<K, TILES>)
+    wkv6_forward_chunk(const __grid_constant__ chunk_forward_arguments a) {
+  run_block<K, P, TILES, false>(a);
 }
 
 /* The state that each span but the last leaves, from zeros. */
 template <int K, operand P, int TILES>
 __global__ void __launch_bounds__(chunk_threads<K, TILES>, chunk_blocks<K, TILES>)
     wkv6_state_chunk(const __grid_constant__ chunk_forward_arguments a) {
-  const unsigned slice = block_index() % a.slices, of_head = block_index() / a.slices;
-  const int span = static_cast<int>(of_head % a.spans);
-  const unsigned heads = static_cast<unsigned>(a.p.H), head = of_head / a.spans;
-  const sequence s = sequence_of(a.p, head / heads, head % heads);
-  const int64_t begin = span * a.span, end = begin + a.span;
-  if (end >= s.length) return;
-  chunk_forward_block<K, P, TILES>(a, s, static_cast<int64_t>(slice) * K, span, begin, end).template run<true>();
+  run_block<K, P, TILES, true>(a);
 }
 
 #endif

@@ -311,8 +311,7 @@ wkv6_status wkv6_cuda_backward(const wkv6_problem *p, int device, void *stream) 
   if (!p->scratch && scratch_bytes(*p)) return WKV6_E_MEMORY;
   const bool of_keys = present(p->grad_r) || present(p->grad_k) || present(p->grad_w) || present(p->grad_u);
   const bool of_values = present(p->grad_v) || present(p->grad_initial_state);
-  const bool by_chunks = (p->T > 1 || p->cu_seqlens) && of_keys && chunks::take(*p) &&
-                         p->V != 128; /* its states leave too few registers */
+  const bool by_chunks = (p->T > 1 || p->cu_seqlens) && of_keys && chunks::take_backward(*p);
   return run(device, stream, [&](const place &where) {
     if (by_chunks) return launch_backward_by_chunks(*p, where) && (!present(p->grad_u) || launch_grad_u(*p, where));
     bool whole = of_keys && of_values;

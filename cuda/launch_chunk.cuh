@@ -20,6 +20,9 @@ inline bool take(const wkv6_problem &p) {
          (!open || p.T >= WKV6_CUDA_CHUNK_FROM_TOKENS);
 }
 
+/* Of the backward pass, wide values too: their states leave too few registers. */
+inline bool take_backward(const wkv6_problem &p) { return take(p) && p.V != 128; }
+
 /* What precision a problem asks for. Inputs of 16 bits are exact in tf32, so only their products are rounded. */
 inline operand operands_of(const wkv6_problem &p) {
   const bool wide = p.r.dtype == WKV6_F32 || p.k.dtype == WKV6_F32 || p.v.dtype == WKV6_F32;

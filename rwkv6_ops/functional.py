@@ -63,8 +63,8 @@ def wkv6(
         What `w` holds.
     algorithm : {"auto", "recurrent", "chunk"}
         Token by token, or as matrix products over chunks of tokens; "auto" takes whichever is faster. The results agree
-        to rounding. CUDA has chunk kernels for K and V of 32, 64 and 128, which "auto" takes from 32 tokens on;
-        everything else runs token by token.
+        to rounding. CUDA has chunk kernels for K and V of 32, 64 and 128, which "auto" takes from 32 tokens on,
+        and for gradients of V up to 64; everything else runs token by token.
     precision : {"default", "fast", "exact"}
         Operands of CUDA's chunk kernels: 8 significant bits with "fast" (an error of 3e-3 of the result), 16 with
         "exact" (7e-6). "default" is "exact" where r, k or v is float32, and else 11 bits, 4e-4, a quarter of what

@@ -13,7 +13,7 @@ objects=$(mktemp -d)
 trap 'rm -r "$objects"' EXIT
 common=${CUDA_COMMON:-$objects}
 
-flags=(-std=c++17 -O2 -g1 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Wno-unknown-pragmas -Wno-pass-failed -Werror -DWKV6_EMULATE)
+flags=(-std=c++17 -O2 -g1 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Wno-unknown-pragmas -Werror -DWKV6_EMULATE)
 [[ $(uname -m) == x86_64 ]] && grep -qw fma /proc/cpuinfo && flags+=(-mfma)
 kernel=() scheduler=() link=(-pthread)
 case $kind in
