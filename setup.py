@@ -84,13 +84,13 @@ class BuildWithCuda(build_ext):
             raise ValueError(f"RWKV6_OPS_CUDA: {wanted!r}, expected 'auto', '0' or '1'")
         nvcc = None if wanted == "0" else find_nvcc()
         library = Path(self.get_ext_fullpath(native.name)).parent / "librwkv6_cuda.so"
-        if nvcc and wanted == "auto":
+        if nvcc:
             try:
                 self.build_cuda(nvcc, library)
             except subprocess.CalledProcessError as error:  # an nvcc too old, or not all there
+                if wanted == "1":
+                    raise
                 self.announce(f"without CUDA kernels: {nvcc} gave exit status {error.returncode}", level=4)
-        elif nvcc:
-            self.build_cuda(nvcc, library)
         elif wanted == "1":
             raise RuntimeError("RWKV6_OPS_CUDA is 1, but there is no nvcc in CUDA_HOME/bin or PATH")
         else:
