@@ -81,8 +81,10 @@ def _allocate_spans(r: Tensor, v: Tensor, checkpoint: int) -> tuple[Tensor, Tens
 
     The second one has the size of the checkpoints.
     """
+    if r.device.type not in SPAN_DEVICES:
+        return None, None
     batch, time, heads, width = r.shape
-    if r.device.type not in SPAN_DEVICES or time < _SPAN_TOKENS or batch * heads > _SPAN_HEADS:
+    if time < _SPAN_TOKENS or batch * heads > _SPAN_HEADS:
         return None, None
     if r.dtype is torch.float64 or checkpoint not in CHUNK_CHECKPOINT.values():
         return None, None
