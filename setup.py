@@ -7,6 +7,7 @@ look for nvcc before PATH; TORCH_CUDA_ARCH_LIST: for which devices, as PyTorch w
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -90,12 +91,15 @@ class BuildWithCuda(build_ext):
             except subprocess.CalledProcessError as error:  # an nvcc too old, or not all there
                 if wanted == "1":
                     raise
-                self.announce(f"without CUDA kernels: {nvcc} gave exit status {error.returncode}", level=4)
+                self.leave_cuda_out(f"{nvcc} gave exit status {error.returncode}")
         elif wanted == "1":
             raise RuntimeError("RWKV6_OPS_CUDA is 1, but there is no nvcc in CUDA_HOME/bin or PATH")
         else:
-            why = "RWKV6_OPS_CUDA is 0" if wanted == "0" else "no nvcc in CUDA_HOME/bin or PATH"
-            self.announce(f"without CUDA kernels: {why}", level=2)
+            self.leave_cuda_out("RWKV6_OPS_CUDA is 0" if wanted == "0" else "no nvcc in CUDA_HOME/bin or PATH")
+
+    def leave_cuda_out(self, why: str) -> None:
+        """Says so."""
+        self.announce(f"without CUDA kernels: {why}", level=logging.WARNING)
 
     def build_cuda(self, nvcc: str, library: Path) -> None:
         """Compiles `library`, unless the same command made it from the same sources."""
@@ -109,7 +113,7 @@ class BuildWithCuda(build_ext):
         stamp = Path(self.build_temp) / "librwkv6_cuda.stamp"
         if library.exists() and stamp.exists() and stamp.read_text() == made_from.hexdigest():
             return
-        self.announce(" ".join(command), level=2)
+        self.announce(" ".join(command), level=logging.INFO)
         subprocess.run(command, check=True)
         stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.write_text(made_from.hexdigest())
