@@ -15,6 +15,7 @@ from oracle import relative_error
 from torch import Tensor
 
 from rwkv6_ops import distributed, reference
+from rwkv6_ops.distributed._scan import scan_op
 
 H, K, V = 2, 4, 5
 Ranges = list[list[tuple[int, int]]]
@@ -247,6 +248,12 @@ def saves_the_incoming_state_alone(rank, group):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
         distributed.wkv6(*list(x.values())[:5], group=group, initial_state=x["initial_state"])
     assert sum(kept.values()) <= 2 * H * K * V * 4, kept
+
+
+def opcheck_of_the_scan(rank, group):
+    state, w_sum = torch.rand(2, 3, 4, 5), -torch.rand(2, 3, 4)
+    for exchange in ("all_gather", "transpose"):
+        torch.library.opcheck(scan_op, (state, w_sum, [], 2, group.group_name, False, exchange))
 
 
 def shift_equals_one_process(rank, group, layout, exchange, dtype, compiled=False):

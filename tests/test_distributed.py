@@ -55,6 +55,10 @@ def test_beyond_the_inputs_only_the_incoming_state_is_saved(ranks: Ranks):
     ranks.run(2, checks.saves_the_incoming_state_alone)
 
 
+def test_opcheck(ranks: Ranks):
+    ranks.run(2, checks.opcheck_of_the_scan)
+
+
 def test_a_rank_whose_loss_uses_one_output_takes_part(ranks: Ranks):
     ranks.run(2, checks.unused_outputs_on_a_rank_take_part)
 
