@@ -70,8 +70,10 @@ struct chunk_adjoint_thread : chunk_backward_state<KEYS, COLUMNS, P, P, false> {
   }
 };
 
+/* The blocks leave it 128 registers a thread; by itself ptxas gives some instances 80, and spills. */
 template <int KEYS, int COLUMNS, operand P>
-__global__ void __launch_bounds__(2 * KEYS) wkv6_adjoint_chunk(const __grid_constant__ chunk_backward_arguments a) {
+__global__ void __launch_bounds__(2 * KEYS, 256 / KEYS)
+    wkv6_adjoint_chunk(const __grid_constant__ chunk_backward_arguments a) {
   const unsigned others = a.parts - 1, slice = block_index() % a.slices, part = block_index() / a.slices % others + 1;
   const int64_t head = block_index() / a.slices / others;
   chunk_adjoint_thread<KEYS, COLUMNS, P> thread(
