@@ -13,8 +13,8 @@
  * products with S and G, dr, dk, dw to memory, dv so far = K^ G, G over the chunk -> barrier -> the scores' part of dv,
  * while the stage is filled again. Without VALUES nothing crosses warps and the first barrier is not needed.
  *
- * The pairs of tokens of a chunk are cut up by a tree (chunk_common.cuh): a pair (s, t) belongs to the level h = 8, 4, 2
- * or 1 of the block of 2h tokens in whose left half s and in whose right half t lies, m the first token of the right
+ * The pairs of tokens of a chunk are cut up by a tree (chunk_common.cuh): a pair (s, t) belongs to the level h = 8, 4,
+ * 2 or 1 of the block of 2h tokens in whose left half s and in whose right half t lies, m the first token of the right
  * half. Z_h holds k P(s+1..m-1) in left rows and r P(m..t-1) in right ones, so A_h = Z_h Z_h^T, and a level's dr and dk
  * are products of Z_h with a masked v . do.
  *
