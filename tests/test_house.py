@@ -38,7 +38,7 @@ def code_of(path: Path) -> str:
 
 def functions(path: Path) -> list[tuple[str, str]]:
     """Name and body of each C function: from a line that starts in column 0 and ends in `{` to the next `}` there."""
-    pattern = r"^(?!struct|typedef|enum|union|extern|namespace)[\w*].*?\b(\w+)\((?:[^;{}]|\n)*?\)[^;{}=\n]*\{\n(.*?)^\}"
+    pattern = r"^(?!struct|typedef|enum|union|extern|namespace)[\w*][^;{}\n]*?\b(\w+)\([^;{}]*?\)[^;{}=\n]*\{\n(.*?)^\}"
     return re.findall(pattern, code_of(path), flags=re.MULTILINE | re.DOTALL)
 
 
