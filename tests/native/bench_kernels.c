@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * How fast the kernels are on one thread, beside the machine's limits and ggml's loop. Everything is timed in turn in
- * one run and the best of many rounds is printed, so that other users of the machine meet all alike. `make
- * check-kernels ARGS=--bench` builds and runs it.
+ * one run and the best of many rounds is printed, so that other users of the machine meet all alike; in each round a
+ * row runs more than once, so that it finds in the caches what it left there itself. `make check-kernels ARGS=--bench`
+ * builds and runs it for all sizes; with arguments, B T H float32|bfloat16, it times that one.
  */
 #include "bench_machine.h"
 #include "cpu/dispatch.h"
@@ -106,11 +107,11 @@ typedef struct {
   double flop, rows; /* per token and head: the yardstick, and rows of D elements read or written */
   wkv6_status (*run)(const wkv6_problem *);
   uint32_t flags;
-  double width; /* bytes of its vectors: what it may take of the peak of the widest ones */
-  double best;  /* seconds */
+  int width;   /* bytes of its vectors: it is measured against their peak */
+  double best; /* seconds */
 } row;
 
-static double time_row(const row *x, wkv6_problem *p, const float *ggml_inputs) {
+static double time_once(const row *x, wkv6_problem *p, const float *ggml_inputs) {
   if (x->isa) wkv6_use_isa(x->isa);
   p->flags = x->flags;
   const wkv6_tensor checkpoints = p->checkpoints;
@@ -137,13 +138,24 @@ static double time_row(const row *x, wkv6_problem *p, const float *ggml_inputs) 
   return elapsed;
 }
 
+/* The best of a few runs in a row. */
+static double time_row(const row *x, wkv6_problem *p, const float *ggml_inputs) {
+  double best = INFINITY, spent = 0;
+  for (int i = 0; i < 2 || (i < 20 && spent < 2e-3); i++) {
+    const double elapsed = time_once(x, p, ggml_inputs);
+    best = fmin(best, elapsed);
+    spent += elapsed;
+  }
+  return best;
+}
+
 /* Adds the rows of every instruction set that runs here, for both algorithms where there are two. */
 static int add_rows(row *rows, const char *recurrent, const char *chunk, double flop, double count,
                     wkv6_status (*run)(const wkv6_problem *)) {
   int n = 0;
   for (const wkv6_isa *isa = wkv6_isas; isa->name; isa++) {
     if (!isa->runs_here()) continue;
-    const double width = (double)isa->f32->lanes * (double)sizeof(float);
+    const int width = (int)(isa->f32->lanes * (int64_t)sizeof(float));
     rows[n++] = (row){isa->name, recurrent, flop * D * D, count, run, WKV6_RECURRENT, width, INFINITY};
     if (chunk) rows[n++] = (row){isa->name, chunk, flop * D * D, count, run, WKV6_CHUNK, width, INFINITY};
   }
@@ -165,24 +177,27 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
     count += add_rows(rows + count, "backward recurrent", "backward chunk", 12, 9, wkv6_cpu_backward);
     wkv6_cpu_forward(&p); /* the checkpoints */
   }
-  double peak = 0, triad = 0;
+  double peaks[65] = {0}, triad = 0; /* by bytes of a vector */
   const double end = seconds() + s->seconds;
   do
     for (int i = 0; i < count; i++) {
-      peak = fmax(peak, fma_peak());
+      double *peak = &peaks[rows[i].width];
+      *peak = fmax(*peak, fma_peak(rows[i].width));
       rows[i].best = fmin(rows[i].best, time_row(&rows[i], &p, decays));
     }
   while (seconds() < end);
   for (int i = 0; i < 5; i++) triad = fmax(triad, triad_bandwidth(triad_memory, TRIAD_FLOATS));
 
   const double heads = (double)(p.B * p.T * p.H);
-  printf("\nB %d T %d H %d %s: FMA peak %.0f GF, triad %.1f GB/s\n",
+  printf("\nB %d T %d H %d %s: triad %.1f GB/s; FMA peak by bytes of a vector:",
          (int)p.B,
          (int)p.T,
          (int)p.H,
          width == 4 ? "float32" : "bfloat16",
-         peak * 1e-9,
          triad * 1e-9);
+  for (int bytes = 16; bytes <= 64; bytes *= 2)
+    if (peaks[bytes] > 0) printf(" %d: %.0f GF", bytes, peaks[bytes] * 1e-9);
+  printf("\n");
   printf("                                ns/token-head  of peak  of triad  x ggml's loop\n");
   for (int i = 0; i < count; i++) {
     const double each = rows[i].best / heads;
@@ -190,7 +205,7 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
            rows[i].isa ? rows[i].isa : "native",
            rows[i].name,
            1e9 * each,
-           rows[i].flop / each / (peak * rows[i].width / vector_bytes),
+           rows[i].flop / each / peaks[rows[i].width],
            rows[i].rows * D * (double)width / each / triad);
     if (!rows[0].run && rows[i].flop == rows[0].flop) printf(" %14.2f", rows[0].best / rows[i].best);
     printf("\n");
@@ -199,9 +214,21 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
   free_problem(&p);
 }
 
-int main(void) {
+static int bench_one(char **arguments, float *triad_memory) {
+  bench_size s = {strtoll(arguments[0], NULL, 10),
+                  strtoll(arguments[1], NULL, 10),
+                  strtoll(arguments[2], NULL, 10),
+                  strcmp(arguments[3], "bfloat16") ? WKV6_F32 : WKV6_BF16,
+                  6};
+  if (s.B < 1 || s.T < 1 || s.H < 1) return 1;
+  bench(&s, s.T == 1, triad_memory);
+  return 0;
+}
+
+int main(int count, char **arguments) {
   wkv6_parallel_init(); /* no torch in this process: one thread */
   float *triad_memory = allocate(TRIAD_FLOATS * (int64_t)sizeof(float));
+  if (count == 5) return bench_one(arguments + 1, triad_memory);
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) bench(&sizes[i], 0, triad_memory);
   for (size_t i = 0; i < sizeof step_sizes / sizeof *step_sizes; i++) bench(&step_sizes[i], 1, triad_memory);
   free(triad_memory);

@@ -9,16 +9,13 @@
 
 #if defined(__AVX512F__)
 typedef float vector __attribute__((vector_size(64)));
-#define CHAINS 24
 #elif defined(__AVX__)
 typedef float vector __attribute__((vector_size(32)));
-#define CHAINS 12
 #else
 typedef float vector __attribute__((vector_size(16)));
-#define CHAINS 12
 #endif
 
-const double vector_bytes = sizeof(vector);
+const int vector_bytes = sizeof(vector);
 
 double seconds(void) {
   struct timespec t;
@@ -26,21 +23,48 @@ double seconds(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-double fma_peak(void) {
-  enum { STEPS = 20000 };
-  const vector factor = (vector){0} + 0.999f, term = (vector){0} + 0.001f;
-  vector x[CHAINS];
-  for (int i = 0; i < CHAINS; i++) x[i] = term * (float)i;
-  const double start = seconds();
-  for (int n = 0; n < STEPS; n++) {
-    _Pragma("GCC unroll 24") for (int i = 0; i < CHAINS; i++) x[i] = x[i] * factor + term; /* contracted to one FMA */
-    __asm__ volatile("");
+/* 24 chains where there are 32 registers, 12 where there are 16: enough for two units of five cycles each. */
+#if defined(__AVX512F__)
+#define CHAINS 24
+#else
+#define CHAINS 12
+#endif
+
+#define DEFINE_FMA_PEAK(BYTES)                                                               \
+  static double fma_peak_##BYTES(void) {                                                     \
+    typedef float lanes __attribute__((vector_size(BYTES)));                                 \
+    enum { STEPS = 20000 };                                                                  \
+    const lanes factor = (lanes){0} + 0.999f, term = (lanes){0} + 0.001f;                    \
+    lanes x[CHAINS];                                                                         \
+    for (int i = 0; i < CHAINS; i++) x[i] = term * (float)i;                                 \
+    const double start = seconds();                                                          \
+    for (int n = 0; n < STEPS; n++) {                                                        \
+      _Pragma("GCC unroll 24") for (int i = 0; i < CHAINS; i++) x[i] = x[i] * factor + term; \
+      __asm__ volatile("");                                                                  \
+    }                                                                                        \
+    const double elapsed = seconds() - start;                                                \
+    for (int i = 1; i < CHAINS; i++) x[0] += x[i];                                           \
+    volatile float sink = x[0][0];                                                           \
+    (void)sink;                                                                              \
+    return 2.0 * STEPS * CHAINS * (double)(sizeof(lanes) / sizeof(float)) / elapsed;         \
   }
-  const double elapsed = seconds() - start;
-  for (int i = 1; i < CHAINS; i++) x[0] += x[i];
-  volatile float sink = x[0][0];
-  (void)sink;
-  return 2.0 * STEPS * CHAINS * (double)(sizeof(vector) / sizeof(float)) / elapsed;
+DEFINE_FMA_PEAK(16)
+#if defined(__AVX__)
+DEFINE_FMA_PEAK(32)
+#endif
+#if defined(__AVX512F__)
+DEFINE_FMA_PEAK(64)
+#endif
+
+double fma_peak(int bytes) {
+#if defined(__AVX512F__)
+  if (bytes == 64) return fma_peak_64();
+#endif
+#if defined(__AVX__)
+  if (bytes == 32) return fma_peak_32();
+#endif
+  (void)bytes;
+  return fma_peak_16();
 }
 
 double triad_bandwidth(float *memory, int64_t count) {
