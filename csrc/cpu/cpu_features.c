@@ -22,4 +22,11 @@ int wkv6_cpu_has_avx512(void) {
   return wkv6_cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+int wkv6_cpu_wants_prefetches(void) {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+}
+#else
+int wkv6_cpu_wants_prefetches(void) { return 0; }
 #endif

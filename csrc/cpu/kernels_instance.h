@@ -6,6 +6,7 @@
 #ifndef WKV6_KERNELS_INSTANCE_H
 #define WKV6_KERNELS_INSTANCE_H
 
+#include "cpu_features.h"
 #include "kernels.h"
 
 #include <math.h>

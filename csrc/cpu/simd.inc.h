@@ -94,13 +94,6 @@ INLINE lanes clamp(lanes x, lanes low, lanes high) {
 INLINE lanes clamp(lanes x, lanes low, lanes high) { return choose(x < low, low, choose(x > high, high, x)); }
 #endif
 
-INLINE real sum_of_lanes(lanes x) {
-  real sum = 0;
-  UNROLL for (int l = 0; l < LANES; l++)
-    sum += x[l];
-  return sum;
-}
-
 /* One level of the pairwise sums of row_sums(): in every block of 2 * S lanes the low half receives lane l + lane l + S
  * of a, the high half the same of b. */
 #if defined(__has_builtin)
@@ -149,6 +142,13 @@ INLINE lanes add_neighbours(lanes a, lanes b) {
 #define LAST_LEVEL(S, LOW, HIGH) \
   if ((S) == 1) PAIR_LEVEL(S, LOW, HIGH)
   LEVELS(LAST_LEVEL)
+  return x[0];
+}
+
+/* Halves added to halves, then quarters, and so on. */
+#define FOLD_LEVEL(S, LOW, HIGH) x = APPLY(SHUFFLE, x, x, UNWRAP LOW) + APPLY(SHUFFLE, x, x, UNWRAP HIGH);
+INLINE real sum_of_lanes(lanes x) {
+  LEVELS(FOLD_LEVEL)
   return x[0];
 }
 
