@@ -3,7 +3,7 @@
  * How fast the kernels are on one thread, beside the machine's limits and ggml's loop. Everything is timed in turn in
  * one run and the best of many rounds is printed, so that other users of the machine meet all alike; in each round a
  * row runs more than once, so that it finds in the caches what it left there itself. `make check-kernels ARGS=--bench`
- * builds and runs it for all sizes; with arguments, B T H float32|bfloat16, it times that one.
+ * builds and runs it for all sizes; with arguments, B T H float32|bfloat16 [instruction set], it times that one.
  */
 #include "bench_machine.h"
 #include "cpu/dispatch.h"
@@ -32,9 +32,9 @@ static const bench_size sizes[] = {
     {4, 1024, 8, WKV6_F32, 8},
     {1, 4096, 32, WKV6_F32, 20},
     {1, 16384, 8, WKV6_F32, 20},
+    {1, 1, 32, WKV6_F32, 2},   /* decoding: states that a cache holds, */
+    {256, 1, 32, WKV6_F32, 6}, /* and states that none does */
 };
-/* Decoding: states that a cache holds, and states that none does. */
-static const bench_size step_sizes[] = {{1, 1, 32, WKV6_F32, 2}, {256, 1, 32, WKV6_F32, 6}};
 
 static void *allocate(int64_t bytes) {
   void *memory = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
@@ -149,12 +149,13 @@ static double time_row(const row *x, wkv6_problem *p, const float *ggml_inputs) 
   return best;
 }
 
-/* Adds the rows of every instruction set that runs here, for both algorithms where there are two. */
-static int add_rows(row *rows, const char *recurrent, const char *chunk, double flop, double count,
+/* Adds the rows of every instruction set that runs here, or of the one called only, for both algorithms where there are
+ * two. */
+static int add_rows(row *rows, const char *only, const char *recurrent, const char *chunk, double flop, double count,
                     wkv6_status (*run)(const wkv6_problem *)) {
   int n = 0;
   for (const wkv6_isa *isa = wkv6_isas; isa->name; isa++) {
-    if (!isa->runs_here()) continue;
+    if (!isa->runs_here() || (only && strcmp(only, isa->name) != 0)) continue;
     const int width = (int)(isa->f32->lanes * (int64_t)sizeof(float));
     rows[n++] = (row){isa->name, recurrent, flop * D * D, count, run, WKV6_RECURRENT, width, INFINITY};
     if (chunk) rows[n++] = (row){isa->name, chunk, flop * D * D, count, run, WKV6_CHUNK, width, INFINITY};
@@ -162,7 +163,7 @@ static int add_rows(row *rows, const char *recurrent, const char *chunk, double 
   return n;
 }
 
-static void bench(const bench_size *s, int is_step, float *triad_memory) {
+static void bench(const bench_size *s, const char *only, float *triad_memory) {
   wkv6_problem p = problem_of(s);
   const int64_t elements = p.B * p.T * p.H * D, width = s->dtype == WKV6_F32 ? 4 : 2;
   float *decays = allocate(elements * (int64_t)sizeof(float));
@@ -170,11 +171,11 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
   row rows[32];
   int count = 0;
   if (s->dtype == WKV6_F32) rows[count++] = (row){NULL, "ggml's loop", 5.0 * D * D, 5, NULL, 0, vector_bytes, INFINITY};
-  if (is_step) {
-    count += add_rows(rows + count, "step", NULL, 5, 2.0 * D + 5, wkv6_cpu_step);
+  if (s->T == 1) {
+    count += add_rows(rows + count, only, "step", NULL, 5, 2.0 * D + 5, wkv6_cpu_step);
   } else {
-    count += add_rows(rows + count, "forward recurrent", "forward chunk", 5, 5, wkv6_cpu_forward);
-    count += add_rows(rows + count, "backward recurrent", "backward chunk", 12, 9, wkv6_cpu_backward);
+    count += add_rows(rows + count, only, "forward recurrent", "forward chunk", 5, 5, wkv6_cpu_forward);
+    count += add_rows(rows + count, only, "backward recurrent", "backward chunk", 12, 9, wkv6_cpu_backward);
     wkv6_cpu_forward(&p); /* the checkpoints */
   }
   double peaks[65] = {0}, triad = 0; /* by bytes of a vector */
@@ -214,23 +215,19 @@ static void bench(const bench_size *s, int is_step, float *triad_memory) {
   free_problem(&p);
 }
 
-static int bench_one(char **arguments, float *triad_memory) {
-  bench_size s = {strtoll(arguments[0], NULL, 10),
-                  strtoll(arguments[1], NULL, 10),
-                  strtoll(arguments[2], NULL, 10),
-                  strcmp(arguments[3], "bfloat16") ? WKV6_F32 : WKV6_BF16,
-                  6};
-  if (s.B < 1 || s.T < 1 || s.H < 1) return 1;
-  bench(&s, s.T == 1, triad_memory);
-  return 0;
-}
-
 int main(int count, char **arguments) {
   wkv6_parallel_init(); /* no torch in this process: one thread */
   float *triad_memory = allocate(TRIAD_FLOATS * (int64_t)sizeof(float));
-  if (count == 5) return bench_one(arguments + 1, triad_memory);
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) bench(&sizes[i], 0, triad_memory);
-  for (size_t i = 0; i < sizeof step_sizes / sizeof *step_sizes; i++) bench(&step_sizes[i], 1, triad_memory);
+  if (count >= 5) {
+    bench_size s = {.dtype = strcmp(arguments[4], "bfloat16") ? WKV6_F32 : WKV6_BF16, .seconds = 6};
+    s.B = strtoll(arguments[1], NULL, 10);
+    s.T = strtoll(arguments[2], NULL, 10);
+    s.H = strtoll(arguments[3], NULL, 10);
+    if (s.B < 1 || s.T < 1 || s.H < 1) return 1;
+    bench(&s, arguments[5], triad_memory); /* NULL where there is none */
+  } else {
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) bench(&sizes[i], NULL, triad_memory);
+  }
   free(triad_memory);
   return 0;
 }
