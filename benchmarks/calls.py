@@ -37,7 +37,7 @@ def calls(point: Point, without: Collection[str] = ()) -> tuple[Calls, dict[str,
     """
     inputs = operands(point)
     refuse_if_wrong(point, inputs)
-    found, left_out = {"ours": _with_threads(point.threads, _call(point, rwkv6_ops.wkv6, inputs))}, {}
+    found, left_out = {"ours": _call(point, rwkv6_ops.wkv6, inputs)}, {}
     for peer in PEERS:
         reason = "not asked for" if peer.name in without else peer.unfit(point)
         wkv = None
@@ -53,6 +53,7 @@ def calls(point: Point, without: Collection[str] = ()) -> tuple[Calls, dict[str,
             call, result = _call(point, wkv, inputs), lambda wkv=wkv: _output(wkv, inputs)
         _refuse_another_operator(peer.name, point, result(), inputs)
         found[peer.name] = call
+    found = {name: _with_threads(point.threads, call) for name, call in found.items()}
     if point.threads > 1:
         found["ours, 1 thread"] = _with_threads(1, _call(point, rwkv6_ops.wkv6, inputs))
     return found, left_out

@@ -91,8 +91,6 @@ def _loop_unfit(point: Point) -> str:
         return f"a loop over {point.T} tokens"
     if point.pass_ == "both" and 20 * point.token_heads * point.D**2 > _LOOP_BYTES:
         return "autograd would keep gigabytes of states"
-    if point.threads > 1:
-        return "its operations are too small for threads"
     return ""
 
 

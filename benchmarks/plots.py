@@ -12,6 +12,8 @@ matplotlib.use("Agg")  # files, on machines without a display too
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from benchmarks.points import growing
+
 GREY = "#8a8f98"
 COLOURS = {
     "ours": "#1b6ca8",
@@ -45,6 +47,7 @@ def draw_all(name: str, jobs: dict, device: str, folder: Path) -> list[Drawing]:
     with plt.rc_context(STYLE):
         for kind, title, draw in (
             ("length", "Nanoseconds a token and head, by length", lambda: by_length(points)),
+            ("growth", "Time over B, T and H, each growing alone", lambda: by_growth(jobs)),
             ("roofline", "Roofline", lambda: roofline(points, jobs.get(f"peaks {device}"))),
             ("memory", "Memory of a training step, by length", lambda: by_memory(memory)),
             (
@@ -93,6 +96,29 @@ def by_length(points: list[dict]) -> plt.Figure | None:
 
 def _label(ax: Axes, at: tuple[float, float], text: str) -> None:
     ax.annotate(text, at, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=COLOURS[text])
+
+
+def by_growth(jobs: dict[str, dict]) -> plt.Figure | None:
+    """How often the first problem's time it takes when B, T or H alone is so many times as large."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", sharey=True)
+    for ax, pass_, title in zip(axes, ("forward", "both"), ("Forward", "Forward and backward"), strict=True):
+        for (name, points), colour in zip(growing(pass_).items(), ("#1b6ca8", "#d1495b", "#3c8d5a"), strict=True):
+            if not all(point.key in jobs for point in points):
+                plt.close(figure)
+                return None
+            times = [jobs[point.key]["seconds"]["ours"]["min"] for point in points]
+            sizes = [point.token_heads / points[0].token_heads for point in points]
+            ax.plot(sizes, [t / times[0] for t in times], marker="o", ms=4, lw=1.8, color=colour, label=name)
+        ax.plot(sizes, sizes, color=GREY, lw=1.2, ls="--", label="linear")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set(xlabel="times as large", title=title)
+        ax.grid(color="#e6e8eb", lw=0.8)
+    axes[0].set_ylabel("times as long")
+    axes[0].legend()
+    first = points[0]
+    figure.suptitle(f"ours, from B {first.B}, T {first.T}, H {first.H}, D {first.D}", fontsize=10, color=GREY)
+    return figure
 
 
 def roofline(points: list[dict], peaks: dict | None) -> plt.Figure | None:

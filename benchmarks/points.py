@@ -59,6 +59,16 @@ def operands(point: Point) -> list[Tensor]:
     return [x.to(point.device, getattr(torch, point.dtype)) for x in (r, k, v, w, u)]
 
 
+def growing(pass_: str, largest: int = 16) -> dict[str, list[Point]]:
+    """For each of B, T and H, problems in which it alone grows, to `largest` times the first one's; all begin alike."""
+    times = [2**n for n in range(largest.bit_length())]
+    return {
+        "B": [Point(pass_, n, 256, 4) for n in times],
+        "T": [Point(pass_, 1, 256 * n, 4) for n in times],
+        "H": [Point(pass_, 1, 256, 4 * n) for n in times],
+    }
+
+
 _CPU_SWEEPS = {
     "front": [
         Point("forward", 1, 512, 32),
@@ -68,6 +78,7 @@ _CPU_SWEEPS = {
     ],
     "length": [Point(p, 1, 4**n, 8) for n in range(9) for p in ("forward", "both")],
     "heads": [Point(p, B, 512, H) for B, H in ((1, 1), (1, 8), (1, 32), (8, 12), (4, 64)) for p in ("forward", "both")],
+    "growth": [point for p in ("forward", "both") for points in growing(p).values() for point in points],
     "head size": [Point(p, 1, 512, 8, D=D) for D in (32, 60, 64, 128, 256) for p in ("forward", "both")],
     "dtype": [Point(p, 1, 512, 8, dtype=d) for d in ("float32", "bfloat16", "float16") for p in ("forward", "both")],
     "decode": [Point("decode", B, 1, H) for B, H in ((1, 12), (1, 32), (1, 64), (16, 32))],
@@ -103,6 +114,9 @@ def sweeps(device: str = "cpu", quick: bool = False) -> dict[str, list[Point]]:
     cores = os.cpu_count() or 1
     counts = sorted({1, 2, cores // 2 or 1, cores} & set(range(1, cores + 1)))
     threads = [
-        Point(p, B, T, H, threads=n) for p, B, T, H in (("forward", 1, 512, 32), ("both", 1, 512, 8)) for n in counts
+        Point(p, B, T, H, threads=n)
+        for p in ("forward", "both")
+        for B, T, H in ((1, 512, 8), (1, 512, 32), (4, 1024, 8), (8, 512, 12), (1, 4096, 32), (1, 16384, 8))
+        for n in counts
     ]
     return {**_CPU_SWEEPS, "threads": threads}

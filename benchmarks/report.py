@@ -14,6 +14,7 @@ _TITLES = {
     "front": "In short",
     "length": "By length",
     "heads": "By number of heads",
+    "growth": "By B, T and H, each alone",
     "head size": "By head size",
     "dtype": "By dtype",
     "threads": "By threads",
