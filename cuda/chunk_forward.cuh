@@ -399,7 +399,6 @@ template <int K, operand P, int TILES> struct chunk_forward_block {
       }
       slot = slot + 1 == a.slots ? 0 : slot + 1;
     }
-    copy_async_wait_for<0>();
     if (!STATE && end == s.length && p.final_state.dtype != WKV6_ABSENT) store_final();
     if (STATE) store_span();
   }

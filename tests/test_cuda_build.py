@@ -7,6 +7,8 @@ multiprocessor holds. Needs nvcc, no GPU.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import re
 import shutil
@@ -16,12 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import Case, make
+from oracle import answer
 
 import rwkv6_ops
 
 ROOT = Path(__file__).parent.parent
 NVCC = shutil.which("nvcc", path=os.path.join(os.environ["CUDA_HOME"], "bin") if "CUDA_HOME" in os.environ else None)
-ARCHITECTURE = os.environ.get("RWKV6_OPS_TEST_ARCH", "80")
+ARCHITECTURES = ("80", "90")
 
 # Kernel and template arguments, mangled: (registers, threads of a usual block, blocks that a multiprocessor holds)
 BUDGETS = {
@@ -55,8 +59,8 @@ BUDGETS = {
     "wkv6_forward_chunkILi128EL7operand0ELi1EE": (255, 256, 1),
     "wkv6_forward_chunkILi128EL7operand1ELi1EE": (255, 256, 1),
     "wkv6_forward_chunkILi128EL7operand2ELi1EE": (255, 256, 1),
-    "wkv6_state_chunkILi32EL7operand1ELi1EE": (104, 64, 9),
-    "wkv6_state_chunkILi32EL7operand2ELi1EE": (104, 64, 9),
+    "wkv6_state_chunkILi32EL7operand1ELi1EE": (104, 64, 8),
+    "wkv6_state_chunkILi32EL7operand2ELi1EE": (104, 64, 8),
     "wkv6_state_chunkILi64EL7operand1ELi1EE": (128, 128, 4),
     "wkv6_state_chunkILi64EL7operand2ELi1EE": (128, 128, 4),
     "wkv6_state_chunkILi128EL7operand1ELi1EE": (224, 256, 1),
@@ -78,6 +82,29 @@ BUDGETS = {
     "wkv6_scan_adjoints": (48, 256, 5),
     "wkv6_fold_grad_u": (48, 256, 5),
 }
+BUDGETS_ON_90 = {
+    "wkv6_state_chunkILi64EL7operand1ELi1EE": (144, 128, 3),
+    "wkv6_state_chunkILi64EL7operand2ELi1EE": (144, 128, 3),
+}
+
+# Bytes that a block may have at most; and by pass, algorithm, D and precision: (instance, blocks of a multiprocessor
+# on sm_80, and on sm_90). "exact" has float32 inputs, the others bfloat16.
+SHARED_BYTES = {"80": 163 << 10, "90": 227 << 10}
+OCCUPANCY = {
+    ("forward", "recurrent", 64, "default"): ("IfLi8ELi8ELb1EE", 4, 4),
+    ("forward", "recurrent", 64, "exact"): ("IfLi8ELi8ELb1EE", 4, 4),
+    ("backward", "recurrent", 64, "default"): ("IfLi8ELi8ELi8ELi2ELb1ELi8EE", 1, 1),
+    ("backward", "recurrent", 64, "exact"): ("IfLi8ELi8ELi8ELi2ELb1ELi8EE", 1, 1),
+    ("forward", "chunk", 32, "default"): ("ILi32EL7operand1ELi1EE", 6, 9),
+    ("forward", "chunk", 64, "fast"): ("ILi64EL7operand0ELi2EE", 4, 4),
+    ("forward", "chunk", 64, "default"): ("ILi64EL7operand1ELi2EE", 4, 4),
+    ("forward", "chunk", 64, "exact"): ("ILi64EL7operand2ELi2EE", 3, 4),
+    ("forward", "chunk", 128, "default"): ("ILi128EL7operand1ELi1EE", 1, 1),
+    ("backward", "chunk", 32, "default"): ("ILi32ELi32EL7operand2ELS0_2ELb1EE", 4, 4),
+    ("backward", "chunk", 64, "fast"): ("ILi64ELi64EL7operand0ELS0_0ELb1EE", 2, 2),
+    ("backward", "chunk", 64, "default"): ("ILi64ELi64EL7operand2ELS0_0ELb1EE", 2, 2),
+    ("backward", "chunk", 64, "exact"): ("ILi64ELi64EL7operand2ELS0_2ELb1EE", 1, 2),
+}
 
 
 def nvcc_flags() -> list[str]:
@@ -90,51 +117,101 @@ def nvcc_flags() -> list[str]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The library for one architecture, and what ptxas says of it. Warnings and spills are errors by the flags."""
+    """The library, and what ptxas says of it. Warnings and spills are errors by the flags."""
     if NVCC is None:
         pytest.skip("no nvcc: the CUDA library was not compiled")
     output = tmp_path_factory.mktemp("nvcc") / "librwkv6_cuda.so"
-    code = f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
+    code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     host = ["-shared", "-cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
     sources = sorted((ROOT / "cuda").glob("*.cu"))
-    command = [NVCC, *nvcc_flags(), *host, "-Xptxas=-v", code, "-o", output, *sources]
+    command = [NVCC, *nvcc_flags(), *host, "-Xptxas=-v", "--threads=2", *code, "-o", output, *sources]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return output, run.stderr
 
 
 @pytest.fixture(scope="module")
-def resources(library: tuple[Path, str]) -> dict[str, int]:
-    """Registers of each kernel."""
-    entry = r"entry function '_Z\d+(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    report = re.findall(entry, library[1], re.S)
-    assert all(int(spilled) == 0 for _, spilled, _ in report)
-    return {name: int(registers) for name, _, registers in report}
+def resources(library: tuple[Path, str]) -> dict[str, dict[str, int]]:
+    """Registers of each kernel, by architecture."""
+    entry = r"entry function '_Z\d+(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    found: dict[str, dict[str, int]] = {arch: {} for arch in ARCHITECTURES}
+    for name, arch, spilled, registers in re.findall(entry, library[1], re.S):
+        assert int(spilled) == 0
+        found[arch][name] = int(registers)
+    return found
 
 
-def blocks_a_multiprocessor(registers: int, threads: int) -> int:
-    """As the CUDA occupancy calculator has it from compute capability 8.0 on: 65536 registers, 8 a thread at a time."""
-    of_warp = -(-registers // 8) * 8 * 32
-    return 65536 // of_warp // (threads // 32)
+def budgets(architecture: str) -> dict[str, tuple[int, int, int]]:
+    return BUDGETS | (BUDGETS_ON_90 if architecture == "90" else {})
 
 
-def test_every_kernel_has_a_budget(resources: dict[str, int]):
-    assert {name for name in BUDGETS if not any(kernel.startswith(name) for kernel in resources)} == set()
-    assert {kernel for kernel in resources if not any(kernel.startswith(name) for name in BUDGETS)} == set()
+Blocks = Callable[[str, int, int, int], int]
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_registers_and_occupancy_are_within_budget(name: str, resources: dict[str, int]):
-    most, threads, blocks = BUDGETS[name]
-    (registers,) = (count for kernel, count in resources.items() if kernel.startswith(name))
-    assert registers <= most
-    assert blocks_a_multiprocessor(registers, threads) >= blocks
+@pytest.fixture(scope="module")
+def blocks_a_multiprocessor(tmp_path_factory: pytest.TempPathFactory) -> Blocks:
+    """By architecture, registers of a thread, threads of a block and bytes of its shared memory, from the toolkit's own
+    calculator."""
+    if NVCC is None:
+        pytest.skip("no nvcc: occupancy was not checked")
+    tool = tmp_path_factory.mktemp("occupancy") / "occupancy"
+    subprocess.run([NVCC, "-std=c++17", ROOT / "tests" / "native" / "occupancy.cpp", "-o", tool], check=True)
+
+    @functools.cache
+    def blocks(architecture: str, registers: int, threads: int, shared_bytes: int = 0) -> int:
+        line = f"{registers} {threads} {shared_bytes}"
+        run = subprocess.run([tool, architecture], input=line, capture_output=True, text=True, check=True)
+        return int(run.stdout)
+
+    return blocks
 
 
-def test_budgets_agree_with_themselves():
-    assert {name: blocks_a_multiprocessor(most, threads) for name, (most, threads, _) in BUDGETS.items()} == {
-        name: blocks for name, (_, _, blocks) in BUDGETS.items()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_has_a_budget_and_keeps_to_it(architecture: str, resources: dict[str, dict[str, int]]):
+    known = budgets(architecture)
+    found = {
+        name: [count for kernel, count in resources[architecture].items() if kernel.startswith(name)] for name in known
     }
+    assert {name: counts for name, counts in found.items() if len(counts) != 1} == {}
+    assert {kernel for kernel in resources[architecture] if not any(map(kernel.startswith, known))} == set()
+    assert {name: count for name, (count,) in found.items() if count > known[name][0]} == {}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_registers_leave_room_for_the_blocks_of_the_budgets(architecture: str, blocks_a_multiprocessor: Blocks):
+    known = budgets(architecture)
+    found = {name: blocks_a_multiprocessor(architecture, most, threads) for name, (most, threads, _) in known.items()}
+    assert found == {name: blocks for name, (_, _, blocks) in known.items()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("pass_", "algorithm", "D", "precision"), OCCUPANCY)
+def test_blocks_of_a_multiprocessor_with_the_shared_memory_of_a_launch(
+    pass_: str,
+    algorithm: str,
+    D: int,
+    precision: str,
+    architecture: str,
+    resources: dict[str, dict[str, int]],
+    blocks_a_multiprocessor: Blocks,
+    emulation: ctypes.CDLL,
+):
+    """Registers as compiled; threads and shared memory as the launch has them, on an emulated device of that size."""
+    instance, *wanted = OCCUPANCY[pass_, algorithm, D, precision]
+    kernel = f"wkv6_{pass_}_{algorithm}"
+    compiled = resources[architecture].items()
+    (registers,) = (count for name, count in compiled if name.startswith(kernel + instance))
+    emulation.wkv6_emulation_set(b"shared_bytes", SHARED_BYTES[architecture])
+    dtypes = "f32 f32 f32 f32 f32" if precision == "exact" else "bf16 bf16 bf16 bf16 f32"
+    problem = make(Case("occupancy", T=64, H=8, K=D, V=D, dtypes=dtypes))
+    answer(lambda *x, **how: rwkv6_ops.wkv6(*x, algorithm=algorithm, precision=precision, **how), problem)
+    threads, shared = (
+        emulation.wkv6_emulation_counter(kernel.encode(), name) for name in (b"threads", b"shared_bytes")
+    )
+    blocks = blocks_a_multiprocessor(architecture, registers, threads, shared)
+    assert blocks == wanted[ARCHITECTURES.index(architecture)], (
+        f"{registers} registers, {threads} threads, {shared} bytes"
+    )
 
 
 def test_architecture_list_is_read_as_pytorch_writes_it():
@@ -190,5 +267,6 @@ def test_the_report_tells_what_the_library_was_built_for(library: tuple[Path, st
     run = python(code)
     assert run.returncode == 0, run.stderr
     driver = r"driver for CUDA \d+\.\d" if torch.cuda.is_available() else "no driver"
-    wanted = rf"CUDA library +librwkv6_cuda.so, \d+\.\d MB, for sm_{ARCHITECTURE}; CUDA \d+\.\d, {driver}\n"
+    devices = " ".join(f"sm_{arch}" for arch in ARCHITECTURES)
+    wanted = rf"CUDA library +librwkv6_cuda.so, \d+\.\d MB, for {devices}; CUDA \d+\.\d, {driver}\n"
     assert re.search(wanted, run.stdout), run.stdout

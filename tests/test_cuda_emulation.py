@@ -11,7 +11,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,33 +26,6 @@ FORWARD, BACKWARD = "wkv6_forward_recurrent", "wkv6_backward_recurrent"
 CHUNK_BACKWARD = "wkv6_backward_chunk"
 SEGMENT = _ops.CHECKPOINT["cuda"]
 BUILD = Path(__file__).parent / "native" / "cuda_build.sh"
-
-
-@pytest.fixture
-def emulation(emulated_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """The emulated device in the CPU's place, with the recurrent kernels and the checkpoints that they have on a CUDA
-    device, and its settings put back."""
-    library = ctypes.CDLL(str(emulated_cuda))
-    library.wkv6_emulation_set.restype = library.wkv6_emulation_counter.restype = ctypes.c_int64
-    library.wkv6_emulation_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
-    monkeypatch.setitem(_ops._ALGORITHMS, "auto", _native.RECURRENT)
-    for distances in (_ops.CHECKPOINT, _ops.CHUNK_CHECKPOINT):
-        monkeypatch.setitem(distances, "cpu", SEGMENT)
-    settings = ("order", "multiprocessors", "shared_bytes", "count_banks")
-    before = {name: library.wkv6_emulation_set(name.encode(), 0) for name in settings}
-    for name, value in before.items():
-        library.wkv6_emulation_set(name.encode(), value)
-    library.wkv6_emulation_reset()
-    _native.use_cuda_emulation(emulated_cuda)
-    yield library
-    _native.use_cuda_emulation(None)
-    for name, value in before.items():
-        library.wkv6_emulation_set(name.encode(), value)
-
-
-@pytest.fixture
-def counter(emulation: ctypes.CDLL) -> Callable[[str, str], int]:
-    return lambda kernel, name: emulation.wkv6_emulation_counter(kernel.encode(), name.encode())
 
 
 def large() -> Problem:

@@ -9,6 +9,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -132,8 +133,11 @@ constexpr const char *counter_names[] = {"launches",
                                          "exchanges",
                                          "mma",
                                          "shared_reads",
-                                         "bank_conflicts"};
+                                         "bank_conflicts",
+                                         "threads",
+                                         "shared_bytes"};
 constexpr std::size_t counter_count = sizeof counter_names / sizeof *counter_names;
+constexpr std::size_t sum_count = counter_count - 2; /* the others are the most of a launch */
 
 struct counters {
   const char *kernel;
@@ -389,7 +393,7 @@ counters *find_counters(const char *kernel) {
   return nullptr;
 }
 
-void add_counters(std::uint64_t blocks) {
+void add_counters(std::uint64_t blocks, std::uint64_t threads, std::size_t shared_bytes) {
   const std::int64_t values[counter_count] = {1,
                                               static_cast<std::int64_t>(blocks),
                                               now.read,
@@ -398,11 +402,14 @@ void add_counters(std::uint64_t blocks) {
                                               now.exchanges,
                                               now.mma,
                                               now.shared_reads,
-                                              now.conflicts};
+                                              now.conflicts,
+                                              static_cast<std::int64_t>(threads),
+                                              static_cast<std::int64_t>(shared_bytes)};
   const std::lock_guard<std::mutex> lock(counting);
   if (!find_counters(now.name)) counted.push_back({now.name, {}});
   counters &c = *find_counters(now.name);
-  for (std::size_t i = 0; i < counter_count; i++) c.values[i] += values[i];
+  for (std::size_t i = 0; i < sum_count; i++) c.values[i] += values[i];
+  for (std::size_t i = sum_count; i < counter_count; i++) c.values[i] = std::max(c.values[i], values[i]);
 }
 
 const char *give_error(const char *name, const std::string &why) {
@@ -499,7 +506,7 @@ const char *launch(const char *name, std::uint64_t blocks, std::uint64_t threads
   __tsan_acquire(&now);
 #endif
   if (!now.error.empty()) return give_error(name, now.error);
-  add_counters(blocks);
+  add_counters(blocks, threads, shared_bytes);
   return nullptr;
 }
 

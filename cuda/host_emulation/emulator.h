@@ -257,7 +257,7 @@ extern "C" {
 std::int64_t wkv6_emulation_set(const char *name, std::int64_t value);
 /* The counters "launches", "blocks", "global_read", "global_written" (bytes), "barriers" (of a block), "exchanges" (of
  * a warp), "mma", "shared_reads", "bank_conflicts" (of a warp, while "count_banks" is set) of all launches of a kernel
- * since the last reset; -1 for an unknown counter. */
+ * since the last reset, and the most "threads" and "shared_bytes" that a block of it had; -1 for an unknown counter. */
 std::int64_t wkv6_emulation_counter(const char *kernel, const char *name);
 void wkv6_emulation_reset(void);
 }

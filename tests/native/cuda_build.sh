@@ -4,8 +4,8 @@
 #   library                  a shared library with the C API of librwkv6_cuda.so, for the Python tests
 #   plain|asan|tsan|msan     the native driver, by itself or under a sanitizer (those want clang)
 # CXX chooses the compiler, CUDA_SOURCES another folder than cuda/ to take the kernels from. CUDA_COMMON is a folder that
-# keeps what does not come from there, the emulator and the driver, for the next build of the same KIND. CUDA_OPTIMIZE is
-# the kernels' level of optimisation.
+# keeps what does not come from there, the emulator and the driver, for the next build of the same KIND. CUDA_FLAGS are
+# more flags for the kernels.
 set -euo pipefail
 kind=$1 output=$2 root=$(cd "$(dirname "$0")/../.." && pwd)
 sources=${CUDA_SOURCES:-$root/cuda}
@@ -33,7 +33,7 @@ esac
 compile() { "${CXX:-c++}" "${flags[@]}" "$@"; }
 emulator=$common/$kind-emulator.o driver=$common/$kind-driver.o jobs=()
 for file in "$sources"/*.cu; do
-  compile "${kernel[@]}" ${CUDA_OPTIMIZE:-} -x c++ -c "$file" -o "$objects/$(basename "$file").o" &
+  compile "${kernel[@]}" ${CUDA_FLAGS:-} -x c++ -c "$file" -o "$objects/$(basename "$file").o" &
   jobs+=($!)
 done
 [[ -e $emulator ]] || compile "${scheduler[@]}" -c "$root/cuda/host_emulation/emulator.cpp" -o "$emulator"

@@ -28,9 +28,9 @@ struct problem {
   int64_t B, T, H, K, V, segment;
   const char *dtypes;  /* of r, k, v, w, u and state: f, b, h or d each */
   const char *options; /* r reverse, w raw decay, i initial state, s strided, o only do, f only d(final_state), - none
-                          of du; c chunk kernels, F precision "fast", E "exact", S spans; R, K, V, W, D a NaN in one
-                          token of r, k, v, w or do, with I an infinity; x infinities in k and v of token 1, and all
-                          else positive, so that they stay what they are */
+                          of du; l decays that let a state live long; c chunk kernels, F precision "fast", E "exact", S
+                          spans; R, K, V, W, D a NaN in one token of r, k, v, w or do, with I an infinity; x infinities
+                          in k and v of token 1, and all else positive, so that they stay what they are */
   vector<int64_t> cu_seqlens;
   int64_t multiprocessors;
 };
@@ -200,6 +200,7 @@ void run(const problem &q) {
     put(k.buffer, k.at(0, 1, 0, 0), k.t.dtype, INFINITY), put(v.buffer, v.at(0, 1, 0, 0), v.t.dtype, INFINITY);
   w.fill([&] {
     const double kind = uniform(), x = normal();
+    if (has(q, 'l')) return raw ? x - 4 : -std::exp(x - 4);
     if (raw) return kind < 0.1 ? 90.0 : kind < 0.2 ? -12.0 : x; /* exp(90) is inf in float */
     return kind < 0.1 ? -INFINITY : kind < 0.2 ? 0.0 : -std::exp(kind < 0.3 ? 4 * x : x);
   });
@@ -364,16 +365,16 @@ vector<problem> problems() {
       {"chunk strided", 1, 20, 2, 32, 64, 16, "fbfbff", "csri", {}, 4},
       {"chunk varlen", 1, 60, 2, 64, 64, 16, "hbhbff", "ciw", {0, 0, 1, 18, 18, 60, 60}, 2},
       {"chunk spans", 1, 70, 2, 32, 32, 16, "ffffff", "cirwS", {}, 2},
-      {"chunk spans 64", 1, 90, 1, 64, 64, 32, "bbbbbf", "ciS", {0, 0, 40, 90}, 2},
-      {"chunk spans 128", 1, 40, 1, 128, 128, 16, "bbbbbf", "cS", {}, 2},
+      {"chunk spans 64", 1, 90, 1, 64, 64, 32, "bbbbbf", "ciSl", {0, 0, 40, 90}, 2},
+      {"chunk spans 128", 1, 40, 1, 128, 128, 16, "bbbbbf", "cSl", {}, 2},
       {"chunk no token", 2, 0, 2, 32, 32, 16, "ffffff", "ci", {}, 4},
       /* segments of several chunks, and of more than shared memory has states for; all sizes of the backward pass */
       {"chunk 64 segment", 1, 130, 1, 64, 64, 64, "bbbfbf", "icw", {}, 4},
       {"chunk 64 long segment", 2, 137, 1, 64, 64, 128, "bbbbbf", "icFr", {}, 4},
       {"chunk 32 128", 1, 33, 1, 32, 128, 32, "bbbfff", "ic", {}, 4},
       {"chunk 128 32", 1, 33, 1, 128, 32, 32, "bbbfff", "ic", {}, 4},
-      {"chunk spans, several", 1, 110, 2, 64, 64, 16, "bbbfff", "icSwr", {0, 1, 65, 65, 110}, 4},
-      {"chunk spans, shared heads", 1, 70, 1, 64, 128, 32, "bbbfff", "cS", {}, 4},
+      {"chunk spans, several", 1, 110, 2, 64, 64, 16, "bbbfff", "icSwrl", {0, 1, 65, 65, 110}, 4},
+      {"chunk spans, shared heads", 1, 70, 1, 64, 128, 32, "bbbfff", "cSl", {}, 4},
       {"chunk, only o", 1, 20, 1, 32, 32, 16, "ffffff", "ioc", {}, 4},
       {"chunk, only final state", 1, 20, 1, 64, 64, 16, "bbbfbf", "ifc-", {}, 4},
       /* what is not finite stays where the recurrence puts it */

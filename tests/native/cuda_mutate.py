@@ -23,7 +23,8 @@ CUDA = HERE.parent.parent / "cuda"
 KERNELS = sorted(path.name for path in CUDA.glob("*_*.cuh"))
 RUNS = (("plain", "0"), ("plain", "1"), ("plain", "2"), ("tsan", "0"), ("msan", "0"), ("asan", "0"))
 RUNS_WITHOUT_BARRIER = (("tsan", "0"), *RUNS)  # what notices most of these, first
-OPTIMIZE = {"plain": "-O0"}  # the sanitizers' runs take longer than their builds
+FLAGS = {"plain": "-O0"}  # the sanitizers' runs take longer than their builds: those are optimised
+DOES_NOT_COMPILE = "does not compile"  # which is for the compiler to catch: the edit is to be written anew
 CPU_SECONDS = 120  # far more than a run takes; a mutant may never end
 
 # Which problems of the driver a mutant of a file has to fail; all where a file is not named.
@@ -113,7 +114,7 @@ EDITS = (
     ),
     ("chunk_forward.cuh", "saved += a.span_segments - 1;", "saved += a.span_segments;", "a span's state one place on"),
     ("chunk_forward.cuh", "slot + 1 == a.slots ? 0", "slot == a.slots ? 0", "a stage too many"),
-    ("chunk_scan.cuh", "(s.length - 1) / a.span", "s.length / a.span", "a span too many"),
+    ("chunk_scan.cuh", "(s.length - 1) / a.span", "(s.length - 1) / a.span - 1", "the last span's state is not made"),
     ("launch_chunk.cu", "while (a.slots > 1 &&", "a.stage_bytes -= 16;\n  while (a.slots > 1 &&", "stages overlap"),
     ("chunk_backward.cuh", "if (!clean) return;", "return;", "zeros meet what is not finite"),
     ("chunk_backward.cuh", "if (spoilt) spoil(", "if (false) spoil(", "NaN is taken out of dr and dk"),
@@ -176,13 +177,14 @@ def mutants() -> list[tuple[str, str, str]]:
 
 
 def build(kind: str, driver: Path, common: Path, sources: Path = CUDA) -> bool:
-    settings = {"CUDA_SOURCES": str(sources), "CUDA_COMMON": str(common), "CUDA_OPTIMIZE": OPTIMIZE.get(kind, "-O1")}
+    flags = f"{FLAGS.get(kind, '-O1')} -w"  # a mutant may leave something unused
+    settings = {"CUDA_SOURCES": str(sources), "CUDA_COMMON": str(common), "CUDA_FLAGS": flags}
     environment = {"CXX": "clang++-19", **os.environ, **settings}
     return subprocess.run([HERE / "cuda_build.sh", kind, driver], env=environment, check=False).returncode == 0
 
 
 def caught_by(mutant: tuple[str, str, str], common: Path) -> str | None:
-    """The run that fails, or None if the mutant survives, or does not compile and is no mutant."""
+    """The run that fails, None if the mutant survives; DOES_NOT_COMPILE if it is no mutant."""
     what, name, text = mutant
     problems = next((some for start, some in PROBLEMS.items() if name.startswith(start)), "")
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
@@ -194,7 +196,7 @@ def caught_by(mutant: tuple[str, str, str], common: Path) -> str | None:
         for kind, order in RUNS_WITHOUT_BARRIER if what.endswith("_barrier") else RUNS:
             driver = Path(folder) / kind
             if not driver.exists() and not build(kind, driver, common, sources):
-                return None
+                return DOES_NOT_COMPILE
             command = [driver, order, "1", problems]
             run = subprocess.run(["prlimit", f"--cpu={CPU_SECONDS}", *command], env=environment, capture_output=True)
             if run.returncode:
@@ -205,16 +207,17 @@ def caught_by(mutant: tuple[str, str, str], common: Path) -> str | None:
 def main() -> int:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [m for m in mutants() if re.search(part, m[0])]
-    survivors = 0
+    found = {"SURVIVES": 0, "BROKEN": 0, "caught": 0}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         common = Path(folder)
         for kind in dict(RUNS):
             build(kind, common / kind, common)
         for mutant, how in zip(chosen, pool.map(lambda m: caught_by(m, common), chosen), strict=True):
-            survivors += how is None
-            print(f"{'SURVIVES' if how is None else 'caught'}  {mutant[0]}  ({how})", flush=True)
-    print(f"{survivors} of {len(chosen)} mutants survive")
-    return bool(survivors)
+            verdict = {None: "SURVIVES", DOES_NOT_COMPILE: "BROKEN"}.get(how, "caught")
+            found[verdict] += 1
+            print(f"{verdict}  {mutant[0]}  ({how})", flush=True)
+    print(f"{found['SURVIVES']} of {len(chosen)} mutants survive, {found['BROKEN']} do not compile")
+    return int(found["caught"] < len(chosen))
 
 
 if __name__ == "__main__":
