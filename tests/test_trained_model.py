@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    from rwkv6_lm import load_rwkv_cpp
+    import rwkv_cpp
 
-    return load_rwkv_cpp(DATA / "tiny-rwkv-6v0-1m-FP32.bin")
+    return rwkv_cpp.load(DATA / "tiny-rwkv-6v0-1m-FP32.bin")
 
 
 def model_with(weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32, **operators):
