@@ -132,9 +132,9 @@ template <typename real, int TILE> struct backward_block {
         convert_channel<real>(p.w, a.raw_w, i, width, count, !now.replays(), [&](int t, real x) {
           const real w = log_decay(x, p), decay = decay_factor(w, rest);
           d[t * rows] = decay;
-          /* raw: dx = dw * w, and 0 where exp(x) overflowed and nothing is left of the state */
-          to_grad_w[t * rows] =
-              p.flags & WKV6_RAW_DECAY ? (w == static_cast<real>(-INFINITY) ? real(0) : decay * w) : decay;
+          /* raw: dx = dw * w; where exp(x) overflowed that would be inf * 0, and -inf says so */
+          const bool raw = p.flags & WKV6_RAW_DECAY, overflowed = w == static_cast<real>(-INFINITY);
+          to_grad_w[t * rows] = !raw ? decay : overflowed ? w : decay * w;
         });
         if (!now.replays()) shared[a.rest + i] = rest;
       } else if (i < 2 * rows) {
@@ -197,10 +197,10 @@ template <typename real, int TILE> struct backward_block {
           return fma(sum_of(j, 3 * rows), u * r[j * rows], sum_of(j, rows + row));
         });
       else if (kind == 2)
-        /* Through a factor of exactly 0 passes nothing, not even NaN. */
+        /* Where exp(x) overflowed nothing is left of the state and the gradient is 0, whatever stands beside it. */
         store_channel(p.grad_w, t, count, row, [&](int j) {
           const real factor = to_grad_w[j * rows];
-          return factor == 0 ? real(0) : factor * sum_of(j, 2 * rows + row);
+          return factor == static_cast<real>(-INFINITY) ? real(0) : factor * sum_of(j, 2 * rows + row);
         });
       else
         add_grad_u(row, count, r, k);

@@ -72,6 +72,15 @@ def test_the_gradient_of_an_overflowed_raw_decay_is_zero_beside_nan(isa: str):
     assert got.gradients["w"][0, 4].isnan().all()
 
 
+def test_a_log_decay_of_minus_infinity_gets_what_the_loop_gives_it_beside_nan(isa: str):
+    """0 times what is beside it: 0, or NaN where that is NaN or infinite."""
+    problem = make(Case("forget beside NaN", T=19, H=1))
+    problem.w[0, 3] = -INF
+    problem.r[0, 5] = NAN
+    got, want = answer(rwkv6_ops.wkv6, problem).gradients["w"], true_answer(problem).gradients["w"]
+    assert torch.equal(got[0, 3:].isnan(), want[0, 3:].isnan())
+
+
 def test_a_log_decay_of_minus_infinity_gets_gradient_zero(isa: str):
     problem = make(Case("forget", T=20, K=16, V=16))
     problem.w[:, 3::5, :, ::2] = -INF

@@ -303,7 +303,7 @@ void run(const problem &q) {
             grad_w += d * g * before;
             g = d * g + R * y;
           }
-          const bool nothing = d == 0 && (raw || !has(q, 'c')); /* in chunks NaN passes through a log decay of -inf */
+          const bool nothing = d == 0 && raw; /* exp(x) overflowed; through a log decay of -inf NaN passes */
           tw(b, token(t), h, i) = nothing ? 0 : raw ? grad_w * lw : grad_w;
         }
       }

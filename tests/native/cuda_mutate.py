@@ -55,7 +55,7 @@ EDITS = (
     ("recurrent_backward.cuh", "row_warp == 0) to", "row_warp == 1) to", "v . do is not written"),
     ("recurrent_backward.cuh", "b.p.V; }", "b.p.V + 1; }", "a column beyond V is live"),
     ("recurrent_backward.cuh", "has(c) ? next : real(0)", "next", "columns beyond V are not masked"),
-    ("recurrent_backward.cuh", "== static_cast<real>(-INFINITY) ? real(0) :", "> 0 ? real(0) :", "inf * 0 in dx"),
+    ("recurrent_backward.cuh", "== static_cast<real>(-INFINITY) ? real(0) :", "> 0 ? real(0) :", "-inf in dx"),
     ("recurrent_backward.cuh", "a.adjoint + (a.whole ?", "a.adjoint + (!a.whole ?", "dv and G overlap"),
     ("recurrent_backward.cuh", "count - 1; t >= 0; t--) g", "count - 1; t > 0; t--) g", "dv of a token is left out"),
     ("recurrent_backward.cuh", "if (WHOLE) thread.store_adjoint", "if (!WHOLE) thread.store_adjoint", "no dS_0"),
