@@ -18,7 +18,8 @@ import rwkv6_ops
 from rwkv6_ops import _native
 
 B, H, D = 1, 1, 4
-CALLS, ROUNDS = 20_000, 3  # of each kind: in all more than 100,000
+CALLS = 20_000  # of each kind: in all more than 100,000
+ROUNDS = 10
 R, U = torch.randn(B, 3, H, D), torch.randn(H, D)
 W, STATE = -R.exp(), torch.zeros(B, H, D, D)
 LEAF, CUTS = R.clone().requires_grad_(), torch.tensor([0, 1, 3])
@@ -123,17 +124,20 @@ def growth(call: Callable[[], object], calls: int) -> int:
 
 
 def assert_nothing_is_kept(call: Callable[[], object], calls: int) -> None:
-    """What is kept once is no leak: the round in which Python grew least counts. A leak is in every one."""
+    """A leak grows in every round. What Python and autograd keep for later use, some 60 KB, is full after a few."""
     for _ in range(20):  # what is looked up or allocated once
         call()
     gc.collect()
     before, memory = counts(), resident()
     tracemalloc.start()
-    grown = min(growth(call, calls // ROUNDS) for _ in range(ROUNDS))
+    for _ in range(ROUNDS):
+        grown = growth(call, calls)
+        if grown < calls * 4:
+            break
     tracemalloc.stop()
     assert counts() == before
-    assert grown < calls // ROUNDS * 4, f"Python holds {grown} bytes more after {calls // ROUNDS} calls"
-    assert resident() - memory < 8 << 20, f"the process has {resident() - memory} bytes more after {calls} calls"
+    assert grown < calls * 4, f"Python holds {grown} bytes more after {calls} calls, in each of {ROUNDS} rounds"
+    assert resident() - memory < 8 << 20, f"the process has {resident() - memory} bytes more than before"
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -148,7 +152,7 @@ def test_training_leaves_nothing_behind():
 
 @pytest.mark.parametrize("name", WRONG)
 def test_refused_calls_leave_nothing_behind(name: str):
-    assert_nothing_is_kept(refused(name), CALLS // 8)
+    assert_nothing_is_kept(refused(name), CALLS // 20)
 
 
 def test_any_objects_are_refused_or_computed():
